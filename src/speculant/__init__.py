@@ -29,7 +29,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AsyncEngine": "speculant.engine.async_engine",
-    **dict.fromkeys(("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"), "speculant.engine.beam_search"),
+    **dict.fromkeys(("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"), "speculant.engine.llm"),
     **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "speculant.metrics"),
     **dict.fromkeys(("ExplicitEncoderDecoderPrompt", "TextPrompt", "TokensPrompt"), "speculant.engine.prompts"),
     "LLM": "speculant.engine.llm",

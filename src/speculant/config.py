@@ -11,9 +11,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from speculant.checks import (
+    Check,
+    check_fields,
+    check_flag,
+    check_name,
+    check_place,
+    check_positive,
+    check_whole,
+    kind,
+    one_of,
+    optional,
+)
 from speculant.errors import ConfigError, suggest
 from speculant.files import cache_folder
 from speculant.params import MAX_LOGPROBS, MAX_SPECULATIVE_TOKENS
+from speculant.speculation import is_whole
 
 logger = logging.getLogger(__name__)
 
@@ -110,37 +123,10 @@ class EngineConfig:
     max_logprobs: int = MAX_LOGPROBS
 
     def __post_init__(self) -> None:
-        seed: object = self.seed
-        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-            raise ConfigError(f"seed={self.seed!r} is not a whole number", "set seed to a whole number.")
-        _check_models(model=self.model)
-        if self.draft_model is not None:
-            _check_models(draft_model=self.draft_model)
-        if self.speculative_config is not None:
-            _check_mapping("speculative_config", self.speculative_config, '{"method": ...}')
-        for name in ("tokenizer", "revision", "tokenizer_revision", "download_dir"):
-            if getattr(self, name) is not None:
-                _check_models(**{name: getattr(self, name)})
-        _check_logprobs(self.max_logprobs)
         object.__setattr__(self, "dtype", _read_dtype(self.dtype))
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("kv_cache_backend", self.kv_cache_backend, CACHES)
         object.__setattr__(self, "kv_cache_dtype", read_cache_dtype(self.kv_cache_dtype))
-        _check_choice("weight_packing", self.weight_packing, PACKINGS)
-        _check_choice("model_backend", self.model_backend, MODEL_BACKENDS)
-        if not isinstance(self.weight_cache, bool | os.PathLike):
-            _check_name("weight_cache", self.weight_cache)
-        _check_choice("scheduling_policy", self.scheduling_policy, POLICIES)
+        check_fields(self, _ENGINE_CHECKS)
         self.kv_memory_bytes()
-        _check_flag("enable_prefix_caching", self.enable_prefix_caching)
-        _check_flag("measure", self.measure)
-        if self.use_speculative_decoding is not None:
-            _check_flag("use_speculative_decoding", self.use_speculative_decoding)
-        for name in ("max_num_seqs", "block_size", "max_waiting"):
-            _check_positive(name, getattr(self, name))
-        for name in ("max_model_len", "max_num_batched_tokens"):
-            _check_optional(name, getattr(self, name))
-        _check_length("spec_length", self.spec_length)
         if (rows := self.max_num_batched_tokens or USUAL_ROWS) < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={rows} is below max_num_seqs={self.max_num_seqs}",
@@ -212,21 +198,7 @@ class SpeculativeConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_length("num_speculative_tokens", self.num_speculative_tokens)
-        if self.draft_length is not None and not isinstance(self.draft_length, str):
-            _check_mapping("draft_length", self.draft_length, '"fixed"')
-        if isinstance(self.methods, str) or not isinstance(self.methods, Sequence):
-            raise ConfigError(f"methods={self.methods!r} is not a list", 'use for example ["ngram"].')
-        names = ("method", self.method), ("verification", self.verification), *(("methods", m) for m in self.methods)
-        for name, value in names:
-            if name != "method" or value is not None:
-                _check_name(name, value)
-        if self.model is not None:
-            _check_models(model=self.model)
-        if self.use_heterogeneous_vocab is not None:
-            _check_flag("use_heterogeneous_vocab", self.use_heterogeneous_vocab)
-        if self.model_backend is not None:
-            _check_choice("model_backend", self.model_backend, MODEL_BACKENDS)
+        check_fields(self, _SPECULATIVE_CHECKS)
 
     @property
     def policy(self) -> Mapping[str, Any]:
@@ -315,7 +287,7 @@ def read_cache_dtype(given: object) -> str:
             f"kv_cache_dtype={name!r} is not supported: keys and values are not stored in 8-bit floating point",
             'use kv_cache_dtype="int8", which takes about as many bytes, and has a scale for each head and token.',
         )
-    _check_choice("kv_cache_dtype", name, CACHE_TYPES)
+    one_of(CACHE_TYPES)("kv_cache_dtype", name)
     return name
 
 
@@ -329,49 +301,68 @@ def _read_dtype(given: object) -> str:
     return DTYPE_NAMES.get(name, name)
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name}={value!r} is unknown", suggest(str(value), choices))
-
-
-def _check_name(name: str, value: object) -> None:
-    if not isinstance(value, str) or value == "":
-        raise ConfigError(f"{name}={value!r} is not a name", f"set {name} to text that is not empty.")
-
-
-def _check_models(**named: object) -> None:
-    """Check that each value is a name or a path."""
-    for name, value in named.items():
-        if not isinstance(value, os.PathLike):
-            _check_name(name, value)
-
-
-def _check_mapping(name: str, value: object, example: str) -> None:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ConfigError(f"{name}={value!r} is not a mapping whose keys are text", f"use for example {example}.")
-
-
-def _check_flag(name: str, value: object) -> None:
+def _check_weight_cache(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is not a truth value", f"set {name} to True or False.")
+        check_place(name, value)
 
 
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name}={value!r} is not a whole number above 0", f"set {name} to 1 or more.")
-
-
-def _check_logprobs(value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < -1:
-        raise ConfigError(f"max_logprobs={value!r} is not a number of tokens", "set it to 0 or more, or -1 for all.")
-
-
-def _check_length(name: str, value: object) -> None:
-    _check_optional(name, value)
-    if isinstance(value, int) and value > MAX_SPECULATIVE_TOKENS:
+def _check_length(name: str, value: Any) -> None:
+    check_positive(name, value)
+    if value > MAX_SPECULATIVE_TOKENS:
         raise ConfigError(f"{name}={value} is more than a draft may have", f"use at most {MAX_SPECULATIVE_TOKENS}.")
 
 
-def _check_optional(name: str, value: object) -> None:
-    if value is not None:
-        _check_positive(name, value)
+def _check_methods(name: str, value: object) -> None:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(f"{name}={value!r} is not a list", 'use for example ["ngram"].')
+    for method in value:
+        check_name(name, method)
+
+
+def _has_text_keys(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+
+
+_NO_MAPPING = "is not a mapping whose keys are text"
+_ENGINE_CHECKS: Mapping[str, Check] = dict(
+    model=check_place,
+    draft_model=optional(check_place),
+    tokenizer=optional(check_place),
+    revision=optional(check_place),
+    tokenizer_revision=optional(check_place),
+    download_dir=optional(check_place),
+    speculative_config=optional(kind(_has_text_keys, _NO_MAPPING, 'use for example {"method": ...}.')),
+    dtype=one_of(DTYPES),
+    kv_cache_backend=one_of(CACHES),
+    weight_packing=one_of(PACKINGS),
+    model_backend=one_of(MODEL_BACKENDS),
+    scheduling_policy=one_of(POLICIES),
+    weight_cache=_check_weight_cache,
+    enable_prefix_caching=check_flag,
+    measure=check_flag,
+    use_speculative_decoding=optional(check_flag),
+    max_num_seqs=check_positive,
+    block_size=check_positive,
+    max_waiting=check_positive,
+    max_model_len=optional(check_positive),
+    max_num_batched_tokens=optional(check_positive),
+    spec_length=optional(_check_length),
+    max_logprobs=kind(
+        lambda count: is_whole(count) and count >= -1,
+        "is not a number of tokens",
+        "set it to 0 or more, or -1 for all.",
+    ),
+    seed=optional(check_whole),
+)
+_SPECULATIVE_CHECKS: Mapping[str, Check] = dict(
+    method=optional(check_name),
+    model=optional(check_place),
+    num_speculative_tokens=optional(_check_length),
+    verification=check_name,
+    draft_length=optional(
+        kind(lambda value: isinstance(value, str) or _has_text_keys(value), _NO_MAPPING, 'use for example "fixed".')
+    ),
+    methods=_check_methods,
+    use_heterogeneous_vocab=optional(check_flag),
+    model_backend=optional(one_of(MODEL_BACKENDS)),
+)

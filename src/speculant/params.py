@@ -13,6 +13,7 @@ from numbers import Integral
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from speculant.checks import Check, Rule, check_fields, check_flag, number_from, optional, whole_from
 from speculant.errors import ConfigError, suggest
 from speculant.speculation import (
     MAX_SPECULATIVE_TOKENS as MAX_SPECULATIVE_TOKENS,
@@ -38,32 +39,32 @@ _T = TypeVar("_T")
 
 _NO_EFFECT: tuple[Any, ...] = (None, False)
 _CHUNKS = "a result is whole, and a stream yields every token"
-# Parameters that only vLLM has: the values that change nothing, why others are refused, and what to do instead.
-FOREIGN: Mapping[str, tuple[tuple[Any, ...], str, str]] = MappingProxyType(
+# Parameters that only vLLM has
+FOREIGN: Mapping[str, Rule] = MappingProxyType(
     {
-        "best_of": ((None, 1), "every sample that is made is returned", "set only n."),
-        "early_stopping": (_NO_EFFECT, "a beam search ends when no better text is possible", "leave it out."),
-        "extra_args": ((None, {}), "no plug-in here reads them", "leave them out."),
-        "flat_logprobs": (_NO_EFFECT, "log-probabilities are mappings by token id", "leave it out."),
-        "guided_decoding": ((None,), "it has another name", "use structured_outputs."),
-        "logits_processors": (
-            (None, (), []),
-            "code within a step would not see drafts",
-            "use logit_bias or bad_words.",
+        "best_of": Rule((None, 1), "every sample that is made is returned", "set only n."),
+        "early_stopping": Rule(_NO_EFFECT, "a beam search ends when no better text is possible"),
+        "extra_args": Rule((None, {}), "no plug-in here reads them", "leave them out."),
+        "flat_logprobs": Rule(_NO_EFFECT, "log-probabilities are mappings by token id"),
+        "guided_decoding": Rule((None,), "it has another name", "use structured_outputs."),
+        "logits_processors": Rule(
+            (None, (), []), "code within a step would not see drafts", "use logit_bias or bad_words."
         ),
-        "logprob_token_ids": ((None,), "tokens can't be selected", "use logprobs=-1 and read these tokens."),
-        "output_kind": ((None,), _CHUNKS, "use LLM.stream or AsyncEngine.stream for single tokens."),
-        "prompt_logprob_start": ((None, 0), "all tokens of a prompt are scored", "use only prompt_logprobs."),
-        "prompt_logprob_token_ids": ((None,), "tokens can't be selected", "use prompt_logprobs=-1."),
-        "repetition_detection": ((None,), "repetition does not end a text", "use repetition_penalty."),
-        "routed_experts_prompt_start": ((None, 0), "routing of experts is not reported", "leave it out."),
-        "skip_clone": ((None, False, True), "", ""),
-        "skip_reading_prefix_cache": (_NO_EFFECT, "a salt separates caches instead", 'give the prompt a "cache_salt".'),
-        "spaces_between_special_tokens": ((None, True), "the tokenizer's decoder joins tokens", "leave it out."),
-        "stream_interval": ((None, 1), _CHUNKS, "leave it out."),
-        "thinking_token_budget": ((None, -1), "reasoning has no limit of its own", "use max_tokens."),
-        "trace_decode_token_ids": ((None,), "the model chooses the tokens", "put these tokens into the prompt."),
-        "use_beam_search": (_NO_EFFECT, "it has another name", "use LLM.beam_search, or set beam_width."),
+        "logprob_token_ids": Rule((None,), "tokens can't be selected", "use logprobs=-1 and read these tokens."),
+        "output_kind": Rule((None,), _CHUNKS, "use LLM.stream or AsyncEngine.stream for single tokens."),
+        "prompt_logprob_start": Rule((None, 0), "all tokens of a prompt are scored", "use only prompt_logprobs."),
+        "prompt_logprob_token_ids": Rule((None,), "tokens can't be selected", "use prompt_logprobs=-1."),
+        "repetition_detection": Rule((None,), "repetition does not end a text", "use repetition_penalty."),
+        "routed_experts_prompt_start": Rule((None, 0), "routing of experts is not reported"),
+        "skip_clone": Rule((None, False, True)),
+        "skip_reading_prefix_cache": Rule(
+            _NO_EFFECT, "a salt separates caches instead", 'give the prompt a "cache_salt".'
+        ),
+        "spaces_between_special_tokens": Rule((None, True), "the tokenizer's decoder joins tokens"),
+        "stream_interval": Rule((None, 1), _CHUNKS),
+        "thinking_token_budget": Rule((None, -1), "reasoning has no limit of its own", "use max_tokens."),
+        "trace_decode_token_ids": Rule((None,), "the model chooses the tokens", "put these tokens into the prompt."),
+        "use_beam_search": Rule(_NO_EFFECT, "it has another name", "use LLM.beam_search, or set beam_width."),
     }
 )
 
@@ -85,9 +86,7 @@ def _without_foreign(values: dict[str, Any]) -> dict[str, Any]:
     for name in [name for name in values if name not in known]:
         if name not in FOREIGN:
             raise ConfigError(f"unknown sampling parameter {name!r}", suggest(name, known))
-        harmless, why, fix = FOREIGN[name]
-        if (value := values.pop(name)) not in harmless:
-            raise ConfigError(f"{name}={value!r} is not supported: {why}", fix)
+        FOREIGN[name].check(name, values.pop(name))
     return values
 
 
@@ -150,12 +149,7 @@ class SamplingParams:
         self._set(structured_outputs=read_structured(self.structured_outputs))
         self._set(top_k=0 if self.top_k == -1 else self.top_k)
         self._set(bad_words=_read_words(self.bad_words), allowed_token_ids=_read_allowed(self.allowed_token_ids))
-        for name, (low, high) in _RANGES.items():
-            _check_range(name, getattr(self, name), low, high)
-        for name in _INTEGERS:
-            _check_integer(name, getattr(self, name))
-        for name in _FLAGS:
-            _check_flag(name, getattr(self, name))
+        check_fields(self, _CHECKS)
         self._check_rest()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -281,46 +275,25 @@ class SamplingParams:
         return cls(**values)
 
 
-_RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {
-        "n": (1, MAX_N),
-        "temperature": (0, 100),
-        "top_k": (0, MAX_COUNT),
-        "top_p": (0, 1),
-        "min_p": (0, 1),
-        "repetition_penalty": (MIN_PENALTY, 100),
-        "presence_penalty": (-100, 100),
-        "frequency_penalty": (-100, 100),
-        "max_tokens": (1, MAX_COUNT),
-        "min_tokens": (0, MAX_COUNT),
-        "logprobs": (-1, MAX_COUNT),
-        "prompt_logprobs": (-1, MAX_COUNT),
-        "truncate_prompt_tokens": (-1, MAX_COUNT),
-        "seed": (-(2**63), 2**64 - 1),
-        "beam_width": (1, MAX_N),
-        "length_penalty": (-10, 10),
-    }
-)
-_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
-_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "seed", "beam_width", "truncate_prompt_tokens")
-_INTEGERS = ("n", "top_k", "min_tokens", *_OPTIONAL)
-
-
-def _check_range(name: str, value: float | None, low: float, high: float) -> None:
-    if value is None and name in _OPTIONAL:
-        return
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"{name}={value!r} is not a number from {low} to {high}", f"set {name} within that range.")
-
-
-def _check_integer(name: str, value: float | None) -> None:
-    if value is not None and not is_whole(value):
-        raise ConfigError(f"{name}={value!r} is not a whole number", f"set {name} to a whole number.")
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is not a truth value", f"set {name} to True or False.")
+_CHECKS: Mapping[str, Check] = {
+    "n": whole_from(1, MAX_N),
+    "temperature": number_from(0, 100),
+    "top_k": whole_from(0, MAX_COUNT),
+    "top_p": number_from(0, 1),
+    "min_p": number_from(0, 1),
+    "repetition_penalty": number_from(MIN_PENALTY, 100),
+    "presence_penalty": number_from(-100, 100),
+    "frequency_penalty": number_from(-100, 100),
+    "max_tokens": optional(whole_from(1, MAX_COUNT)),
+    "min_tokens": whole_from(0, MAX_COUNT),
+    "logprobs": optional(whole_from(-1, MAX_COUNT)),
+    "prompt_logprobs": optional(whole_from(-1, MAX_COUNT)),
+    "truncate_prompt_tokens": optional(whole_from(-1, MAX_COUNT)),
+    "seed": optional(whole_from(-(2**63), 2**64 - 1)),
+    "beam_width": optional(whole_from(1, MAX_N)),
+    "length_penalty": number_from(-10, 10),
+    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"), check_flag),
+}
 
 
 def _listed(name: str, value: Any) -> tuple[Any, ...]:

@@ -10,9 +10,9 @@ from tests.architecture.source import PACKAGE, Function, Module
 
 # Words of other programs' formats that are spelt like a drafter's name, by module.
 FOREIGN_WORDS = {
-    ("text.costs", "random"),  # a filter of jinja2
-    ("text.length_bounds", "suffix"),  # a key of tokenizer.json
-    ("text.token_bytes", "suffix"),  # the same
+    ("text.sandbox", "random"),  # a filter of jinja2
+    ("text.tokenizer_bounds", "suffix"),  # a key of tokenizer.json
+    ("text.tokenizer", "suffix"),  # the same
     ("serving.openai.settings", "suffix"),  # a field of OpenAI's requests
 }
 

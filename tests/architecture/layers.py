@@ -12,7 +12,7 @@ from tests.architecture.source import PACKAGE, Module
 EVERYWHERE = frozenset(
     {
         *("types", "tree", "beams", "constraints", "counts", "params", "speculation", "config", "errors", "files"),
-        *("gguf_file", "metrics", "work"),
+        *("gguf_file", "metrics", "work", "checks"),
     }
 )
 MODELS_AND_BELOW = frozenset({"models", "cache", "sampling", "kernels"})
@@ -24,7 +24,8 @@ ENGINE_AND_BELOW = MODELS_AND_BELOW | {
 ALLOWED: dict[str, frozenset[str]] = {
     "": ENGINE_AND_BELOW | EVERYWHERE,
     "errors": frozenset(),
-    "params": frozenset({"errors", "speculation", "structured.spec"}),
+    "checks": frozenset({"errors", "speculation"}),
+    "params": frozenset({"checks", "errors", "speculation", "structured.spec"}),
     "speculation": frozenset({"errors"}),
     "files": frozenset({"errors"}),
     "gguf_file": frozenset({"errors", "files"}),
@@ -35,7 +36,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "constraints": frozenset({"errors", "tree"}),
     "counts": frozenset({"tree"}),
     "types": frozenset({"errors", "params", "metrics", "beams", "tree", "constraints", "counts", "work"}),
-    "config": frozenset({"errors", "files", "params", "types"}),
+    "config": frozenset({"checks", "errors", "files", "params", "speculation", "types"}),
     "plugins": frozenset({"errors", "params", "types", "config"}),
     "text": frozenset({"errors", "files", "gguf_file", "params", "types", "config"}),
     "structured": frozenset({"errors", "files", "constraints", "text"}),

@@ -10,20 +10,20 @@ import pytest
 from tests.architecture.rooms import ROOT, USERS, defined, home, inner_imports, rooms, size
 
 SLACK = 0.05  # of a budget, which follows a room that shrinks
-INNER_IMPORTS = 176  # of names that two files of a room have, of names that are also a file's; may only fall
+INNER_IMPORTS = 171  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1211, 7),
     "cli": (2974, 12),
-    "drafting": (7231, 50),
-    "engine": (5220, 25),
+    "drafting": (7230, 50),
+    "engine": (5159, 23),
     "kernels": (1622, 8),
     "lab.bench": (4359, 16),
     "lab.cli": (3010, 19),
     "lab.exactness": (1600, 7),
     "lab.fleet": (1229, 6),
     "lab.inflation": (1013, 8),
-    "lab.quantize": (932, 6),
+    "lab.quantize": (942, 6),
     "lab.theory": (581, 5),
     "lab.training": (4236, 31),
     "lengths": (1952, 10),
@@ -31,9 +31,9 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "sampling": (437, 5),
     "scale": (1969, 12),
     "scheduling": (1096, 8),
-    "serving": (8299, 36),
+    "serving": (8298, 36),
     "structured": (1819, 9),
-    "text": (2705, 20),
+    "text": (2627, 11),
     "verification": (567, 10),
 }
 

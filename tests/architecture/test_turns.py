@@ -24,7 +24,7 @@ def test_front_ends_reach_their_engine_within_a_turn() -> None:
     ],
 )
 def test_an_engine_out_of_turn_is_found(body: str) -> None:
-    for name in ("engine.llm", "engine.thread"):
+    for name in ("engine.llm", "engine.async_engine"):
         assert len(engines_out_of_turn(Module(name, f"class A:\n    {body}\n"))) == 1
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from tests.architecture.source import Function, Module
 
-FRONT_ENDS = ("llm", "async_engine", "thread", "frontend", "generation", "beam_search", "readings")
+FRONT_ENDS = ("llm", "async_engine", "frontend", "generation", "readings")
 SURFACES = ("serving", "scale")
 LENDER = "EngineTurn"
 FOR_ONE_THREAD = ("LLM", "engine")  # the property that measurements and tests use

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from speculant import AsyncEngine, RequestOutput, SamplingParams, StreamPiece
-from speculant.engine import Generation, thread as thread_module
+from speculant.engine import Generation, async_engine as thread_module
 from speculant.errors import EngineClosedError, EngineDeadError
 from tests.async_engines import (
     MakeEngine,

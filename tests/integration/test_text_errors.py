@@ -13,7 +13,7 @@ import pytest
 
 from speculant import LLM, AsyncEngine, RequestOutput, SamplingParams
 from speculant.errors import RequestError
-from speculant.text import stop as stop_module
+from speculant.text import stream as stop_module
 from tests.integration.conftest import MakeLLM
 from tests.models import ALPHABET, write_checkpoint
 

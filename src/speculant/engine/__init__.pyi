@@ -1,9 +1,4 @@
-from .async_engine import AsyncEngine as AsyncEngine
-from .beam_search import (
-    BeamSearchOutput as BeamSearchOutput,
-    BeamSearchParams as BeamSearchParams,
-    BeamSearchSequence as BeamSearchSequence,
-)
+from .async_engine import AsyncEngine as AsyncEngine, PieceStream as PieceStream
 from .build import (
     Runtime as Runtime,
     build_around as build_around,
@@ -30,7 +25,13 @@ from .draft_loading import (
 from .engine import Engine as Engine, EngineOptions as EngineOptions
 from .generation import Generation as Generation, StreamPiece as StreamPiece
 from .head_precision import ROOM as ROOM, DraftSample as DraftSample
-from .llm import LLM as LLM, progress as progress
+from .llm import (
+    LLM as LLM,
+    BeamSearchOutput as BeamSearchOutput,
+    BeamSearchParams as BeamSearchParams,
+    BeamSearchSequence as BeamSearchSequence,
+    progress as progress,
+)
 from .logprobs import LogprobRow as LogprobRow, record_prompt as record_prompt, token_logprobs as token_logprobs
 from .memory import (
     FALLBACK as FALLBACK,
@@ -58,7 +59,6 @@ from .prompts import (
 from .propose import DraftBounds as DraftBounds, DraftBudget as DraftBudget, room as room
 from .requests import CheckedRequest as CheckedRequest, RequestFactory as RequestFactory
 from .runner import TargetOutput as TargetOutput, forward_target as forward_target
-from .thread import PieceStream as PieceStream
 from .verify import (
     Decision as Decision,
     advance_sound as advance_sound,

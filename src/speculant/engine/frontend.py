@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from speculant.config import EngineConfig, Limits
 from speculant.constraints import Constraint
@@ -43,9 +45,25 @@ from speculant.text import (
 from speculant.types import ANYONE, Client
 
 Message = Mapping[str, Any]
+_Pieces = TypeVar("_Pieces")  # what a stream is: an iterator, or an asynchronous one
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-class Frontend:
+def takes(
+    method: Callable[Concatenate[Any, _P], object],
+) -> Callable[[Callable[..., _R]], Callable[Concatenate[Any, _P], _R]]:
+    """Declare that a method takes the parameters of another one and passes them on."""
+
+    def declared(own: Callable[..., _R]) -> Callable[Concatenate[Any, _P], _R]:
+        result = inspect.signature(own).return_annotation
+        own.__signature__ = inspect.signature(method).replace(return_annotation=result)  # type: ignore[attr-defined]
+        return own
+
+    return declared
+
+
+class Frontend(ABC, Generic[_Pieces]):
     """A model, its tokenizer, an optional drafter, and an engine that runs them.
 
     Arguments are the fields of `EngineConfig`; model and draft_model are a folder, a GGUF file, a Hugging Face id or
@@ -176,6 +194,37 @@ class Frontend:
         expected = expect_reasoning(source, text, quoted, wanted)
         return RenderedPrompt(text, reasoning=self._reasoning(expected), expected=expected)
 
+    @abstractmethod
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = "") -> _Pieces:
+        """Yield each token of a prompt's samples as it is committed; closing the iterator aborts."""
+
+    def stream_chat(
+        self,
+        /,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **named: Any,
+    ) -> _Pieces:
+        """Yield the answer to a conversation as `stream` does; `named` are its keyword arguments.
+
+        The template is rendered at once, in the caller's thread, with the arguments and errors of `render_chat`.
+        """
+        prompt = self.render_chat(
+            messages,
+            tools,
+            add_generation_prompt,
+            chat_template_kwargs,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+        )
+        return self.stream(prompt, sampling_params, **named)
+
     def check_chats(self) -> None:
         """Raise RequestError if the model has no conversations."""
         if self.has_source:
@@ -189,8 +238,7 @@ class Frontend:
 
         It may be called in any thread, so that a caller's event loop does not do it when the request begins.
         """
-        if params.stop:
-            self._compile_stops(tuple(params.stop))
+        self._compile_stops(tuple(params.stop))
         return self._tokenised(params)
 
     def _reasoning(self, expected: ExpectedReasoning | None) -> Reasoning | None:
@@ -222,7 +270,7 @@ class Frontend:
         if given.cache_salt and cache_salt not in ("", given.cache_salt):
             raise RequestError("the prompt and the call have different cache salts", "give one of them.")
         params = self._tokenised(params or self.default_params)
-        stops = self._compile_stops(tuple(params.stop)) if params.stop else None
+        stops = self._compile_stops(tuple(params.stop))
         compiling, form = compiled or self._compiling(params, client), params.structured_outputs
         constrain = None
         if compiling is not None and form is not None:

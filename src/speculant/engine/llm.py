@@ -9,10 +9,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from speculant.engine.beam_search import BeamSearchOutput, BeamSearchParams
 from speculant.engine.engine import Engine
 from speculant.engine.frontend import Frontend, Message
 from speculant.engine.generation import Generation, StreamPiece, with_token_texts
@@ -22,12 +22,12 @@ from speculant.errors import ConfigError, RequestError
 from speculant.metrics import Metric, read_metrics
 from speculant.params import SamplingParams
 from speculant.text import Tokenizer
-from speculant.types import RequestOutput, StepOutput
+from speculant.types import CompletionOutput, Logprobs, RequestOutput, StepOutput
 
 ShowProgress = bool | Callable[..., Any]
 
 
-class LLM(Frontend):
+class LLM(Frontend[Iterator[StreamPiece]]):
     """Runs prompts to their end, or streams them, in the caller's own thread.
 
     Arguments are the fields of `EngineConfig`, see `Frontend`. Several threads may use one `LLM`: their prompts run in
@@ -66,12 +66,9 @@ class LLM(Frontend):
         use_tqdm: see `progress`. priority: one number per prompt; a lower one is served sooner. The other arguments are
         vLLM's and must be None.
         """
-        if not (lora_request is tokenization_kwargs is mm_processor_kwargs is None):
-            check_call(
-                lora_request=lora_request,
-                tokenization_kwargs=tokenization_kwargs,
-                mm_processor_kwargs=mm_processor_kwargs,
-            )
+        check_call(
+            lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
+        )
         listed = split_prompts(prompts)
         each = zip(listed, self._params_for(listed, sampling_params), _priorities(listed, priority), strict=True)
         made = deque(
@@ -170,28 +167,6 @@ class LLM(Frontend):
             for conversation in _as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
-
-    def stream_chat(
-        self,
-        messages: Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        *,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-    ) -> Iterator[StreamPiece]:
-        """Yield the answer to one conversation as `stream` does; the other arguments are those of `render_chat`."""
-        prompt = self.render_chat(
-            messages,
-            tools,
-            add_generation_prompt,
-            chat_template_kwargs,
-            continue_final_message=continue_final_message,
-            chat_template=chat_template,
-        )
-        return self.stream(prompt, sampling_params)
 
     def _params_for(
         self, prompts: Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
@@ -399,3 +374,78 @@ def _piece_noted(generation: Generation, unread: deque[StreamPiece | Exception])
             unread.append(error)
 
     return receive
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """The settings of `LLM.beam_search`, which finds the beam_width best texts of at most max_tokens tokens.
+
+    They are ranked by the sum of their log-probabilities / number of generated tokens ** length_penalty, under the
+    distribution at temperature 1, whether temperature is 0 or 1. include_stop_str_in_output: an end token belongs to
+    the text. Raises ConfigError for other temperatures and for structured_outputs.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    structured_outputs: Any = None
+
+    def __post_init__(self) -> None:
+        if self.structured_outputs is not None:
+            raise ConfigError("a beam search takes no structured_outputs", "use LLM.generate for a form.")
+        self.sampling_params()
+
+    def sampling_params(self) -> SamplingParams:
+        """Return the settings of the same search for `LLM.generate`."""
+        return SamplingParams(
+            n=self.beam_width,
+            beam_width=self.beam_width,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            ignore_eos=self.ignore_eos,
+            length_penalty=self.length_penalty,
+        )
+
+
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    """One text that was found.
+
+    tokens: those of the prompt and of the text. text: of all these. cum_logprob: of the generated tokens. logprobs is
+    empty: no alternatives are kept.
+    """
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """The texts that were found for one prompt, the best first."""
+
+    sequences: list[BeamSearchSequence]
+
+    @classmethod
+    def of(cls, result: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer) -> BeamSearchOutput:
+        """Return a result of `LLM.generate` in this shape."""
+        prompt = result.prompt_token_ids
+        found = [sample for sample in result.outputs if sample.finish_reason != "error"]  # there may be fewer texts
+        return cls([_sequence(prompt, sample, params, tokenizer) for sample in found])
+
+
+def _sequence(
+    prompt: list[int], sample: CompletionOutput, params: BeamSearchParams, tokenizer: Tokenizer
+) -> BeamSearchSequence:
+    own = sample.token_ids
+    if sample.finish_reason == "stop" and not params.include_stop_str_in_output:
+        own = own[:-1]
+    tokens = [*prompt, *own]
+    text = tokenizer.decode(tokens, skip_special_tokens=False)
+    return BeamSearchSequence(tokens, sample.cumulative_logprob or 0.0, text, sample.finish_reason, sample.stop_reason)

@@ -6,20 +6,13 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
+from speculant.checks import Rule
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-
-class Rule(NamedTuple):
-    """The values of an argument that change nothing; None = all. Others are refused, with a reason and a fix."""
-
-    harmless: tuple[Any, ...] | None = None
-    why: str = ""
-    fix: str = "leave it out."
 
 
 _ANY = Rule()
@@ -171,7 +164,7 @@ def _without_foreign(rules: Mapping[str, Rule], given: Mapping[str, Any], where:
     """Return the arguments without a rule. Raises ConfigError for a refused value; the log names the ignored ones."""
     foreign = [name for name in given if name in rules]
     for name in foreign:
-        _check(rules[name], where + name, given[name])
+        rules[name].check(where + name, given[name])
     if foreign:
         logger.info("arguments of vLLM without effect (docs/vllm.md): %s", ", ".join(where + name for name in foreign))
     return {name: value for name, value in given.items() if name not in rules}
@@ -180,12 +173,7 @@ def _without_foreign(rules: Mapping[str, Rule], given: Mapping[str, Any], where:
 def check_call(**given: object) -> None:
     """Raise ConfigError for an argument of a call, such as lora_request, that is not supported."""
     for name, value in given.items():
-        _check(_CALLS[name], name, value)
-
-
-def _check(rule: Rule, name: str, value: object) -> None:
-    if rule.harmless is not None and value not in rule.harmless:
-        raise ConfigError(f"{name}={value!r} is not supported: {rule.why}", rule.fix)
+        _CALLS[name].check(name, value)
 
 
 def _read_value(name: str, value: Any) -> Any:

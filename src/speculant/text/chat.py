@@ -1,4 +1,7 @@
-"""Chat templates. They are programs from a checkpoint, so they run in a sandbox."""
+"""Chats: messages in OpenAI's form, the templates that make prompts of them, and the reasoning that answers may have.
+
+Templates are programs from a checkpoint, so they run in a sandbox.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2 import nodes, pass_context
@@ -16,13 +21,170 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
+from typing_extensions import override
 
-from speculant.errors import ConfigError, Converts, ModelError, RequestError, SpeculantError
-from speculant.text.costs import Budget
-from speculant.text.sandbox import BoundedEnvironment
+from speculant.errors import ConfigError, Converts, ModelError, RequestError, SpeculantError, suggest
+from speculant.files import parse_json
+from speculant.text.sandbox import BoundedEnvironment, Budget
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_CUSTOM_ROLE = re.compile(r"[A-Za-z][\w.-]{0,63}", re.ASCII)
+_NOT_CONTINUED = "leave out continue_final_message."
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 _REPAIR = "repair chat_template.jinja (or chat_template in tokenizer_config.json), or send a plain prompt."
+_SPACE = " \t\r\n"  # may be next to tags
+_THOUGHT = "It is wet."
+_REASONED = {
+    "role": "assistant",
+    "content": "At sea.",
+    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT),  # templates read different names
+}
+
+
+def read_messages(messages: object, template: str | None = None) -> list[dict[str, Any]]:
+    """Return a conversation for a chat template: contents become text, and the arguments of calls objects.
+
+    A message is a mapping with a `role` and a `content`: a text, or a list of parts `{"type": "text", "text": ...}`. An
+    assistant's message may have a `refusal` in place of a content, or parts of this type; with `tool_calls` it needs
+    neither. template: its source; `developer` becomes `system` unless the template has this role. Other roles than
+    ROLES are passed on, see `check_roles`. Raises RequestError with the number of the wrong message.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise RequestError(
+            f"a conversation is a {type(messages).__name__}", 'give a list of messages such as {"role": "user", ...}.'
+        )
+    if not messages:
+        raise RequestError("the conversation has no messages", 'give at least {"role": "user", "content": "..."}.')
+    has_developer = template is not None and _names("developer", template)
+    return [_read(message, f"message {number}", has_developer) for number, message in enumerate(messages, start=1)]
+
+
+def check_roles(conversation: Sequence[Mapping[str, Any]], template: str, text: str) -> None:
+    """Raise RequestError if a template leaves out the content of a message whose role it does not know.
+
+    conversation: as `read_messages` returns it. text: the prompt that the template made of it.
+    """
+    place = 0
+    for number, message in enumerate(conversation, start=1):
+        role, content = message["role"], message["content"].strip()
+        if role in ROLES or _names(role, template):
+            continue
+        place = text.find(content, place)
+        if place < 0:
+            problem = f"has the role {role!r}, whose messages the chat template leaves out"
+            _refuse(f"message {number}", problem, suggest(role, ROLES))
+
+
+def with_mark(conversation: Sequence[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
+    """Return a conversation whose last content ends with a mark, for `up_to_mark`; a space shows whether it is trimmed.
+
+    mark: a text that occurs nowhere else. Raises RequestError for a last message that has calls in place of a content.
+    """
+    *before, last = conversation
+    if last.get("tool_calls") and not last["content"]:
+        raise RequestError("the last message can't be continued: it has no content", _NOT_CONTINUED)
+    return [*before, {**last, "content": f"{last['content']}{mark} "}]
+
+
+def up_to_mark(text: str, mark: str, content: str) -> str:
+    """Return a rendered conversation up to the mark after its last content.
+
+    White space at the end of the content is kept, unless the template trims contents. Raises RequestError if the
+    template does not write the content as it is.
+    """
+    before, _, after = text.rpartition(mark)
+    if mark not in text or not before.rstrip().endswith(content.strip()):
+        raise RequestError("the last message can't be continued: the chat template changes its content", _NOT_CONTINUED)
+    before = before.replace(f"{mark} ", "").replace(mark, "")  # a template may write a content twice
+    return before if after.startswith(" ") else before.rstrip()
+
+
+def _names(role: str, template: str) -> bool:
+    """Whether a template compares something with the name of a role."""
+    return f"'{role}'" in template or f'"{role}"' in template
+
+
+def check_variables(given: object) -> Mapping[str, Any]:
+    """Return the caller's variables for a template. Raises RequestError for a variable that has its own parameter."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise RequestError(f"chat_template_kwargs is {str(given)[:80]}", "map the template's variables to values.")
+    if reserved := sorted(_RESERVED & set(given)):
+        raise RequestError(f"chat_template_kwargs can't set {reserved[0]}", f"use the parameter {reserved[0]}.")
+    return given
+
+
+def _read(message: object, where: str, has_developer: bool) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        _refuse(where, f"is a {type(message).__name__}", 'write it as {"role": "user", "content": "..."}.')
+    role = message.get("role")
+    if not isinstance(role, str) or not _CUSTOM_ROLE.fullmatch(role):
+        fix = suggest(role[:80], ROLES) if isinstance(role, str) else f"give it one of the roles {', '.join(ROLES)}."
+        _refuse(where, f"has the role {str(role)[:80]!r}" if role is not None else "has no role", fix)
+    calls, refused = message.get("tool_calls"), message.get("refusal")
+    value = {name: each for name, each in message.items() if each is not None and name != "refusal"}
+    value["role"] = "system" if role == "developer" and not has_developer else role
+    content = message.get("content")
+    if not content and isinstance(refused, str) and role == "assistant":
+        content = refused
+    value["content"] = _text(content, where, bool(calls), ("text", "refusal") if role == "assistant" else ("text",))
+    if calls:
+        value["tool_calls"] = _calls(calls, where)
+    return value
+
+
+def _text(content: object, where: str, optional: bool, kinds: Sequence[str]) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None and optional:
+        return ""
+    if not isinstance(content, list | tuple):
+        problem = "has no content" if content is None else f"has a content that is a {type(content).__name__}"
+        _refuse(where, problem, "give it a text, or a list of text parts.")
+    return "".join(_part(part, where, kinds) for part in content)
+
+
+def _part(part: object, where: str, kinds: Sequence[str]) -> str:
+    """Return the text of a part, which is under the name of the part's type."""
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get(kind) if isinstance(part, Mapping) and kind in kinds else None
+    if not isinstance(text, str):
+        problem = f"has a part of type {str(kind)[:80]!r} without text"
+        _refuse(where, problem, 'use only {"type": "text", "text": "..."}.')
+    return text
+
+
+def _calls(calls: object, where: str) -> list[dict[str, Any]]:
+    functions = [_function(call) for call in calls] if isinstance(calls, list | tuple) else [None]
+    if any(function is None for function in functions):
+        fix = 'write each as {"type": "function", "function": {"name": ..., "arguments": ...}}.'
+        _refuse(where, "has tool_calls that are not calls", fix)
+    assert isinstance(calls, list | tuple)
+    return [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
+
+
+def _function(call: object) -> dict[str, Any] | None:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return None
+    return {**function, "arguments": _arguments(function.get("arguments", {}))}
+
+
+def _arguments(given: Any) -> Any:
+    """Return arguments as an object, which templates expect. Text that is not a JSON object stays unchanged."""
+    if not isinstance(given, str):
+        return given
+    try:
+        value = parse_json(given)
+    except (ValueError, RecursionError):
+        return given
+    return value if isinstance(value, dict) else given
+
+
+def _refuse(where: str, problem: str, fix: str) -> NoReturn:
+    raise RequestError(f"{where} {problem}", fix)
 
 
 class ChatTemplate:
@@ -135,6 +297,7 @@ class _GenerationBlock(Extension):
 
     tags = {"generation"}  # noqa: RUF012 - Jinja declares it as an instance variable
 
+    @override
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
@@ -178,3 +341,76 @@ def _strftime_now(pattern: str) -> str:
     if re.search(r"%[^A-Za-z%]*\d{3}", pattern):
         raise SecurityError("it formats the date with a width above 99")
     return datetime.now().strftime(pattern)
+
+
+class ReasoningTags(NamedTuple):
+    """The texts before and after a model's reasoning."""
+
+    start: str
+    end: str
+
+
+@dataclass(frozen=True)
+class ExpectedReasoning:
+    """The reasoning to expect in an answer. The constraint of a form and the reader of the answer both use it.
+
+    opened: the prompt ends with the start tag, so the answer begins within the reasoning. possible: the answer may have
+    reasoning.
+    """
+
+    tags: ReasoningTags
+    opened: bool
+    possible: bool
+
+
+TAGS = (
+    ReasoningTags("<think>", "</think>"),
+    ReasoningTags("[THINK]", "[/THINK]"),
+    ReasoningTags("<seed:think>", "</seed:think>"),
+)
+
+
+@lru_cache(maxsize=8)
+def find_tags(template: str | None) -> ReasoningTags | None:
+    """Return the tags around the reasoning in a chat template; None if it contains none, or writes reasoning otherwise.
+
+    A template that writes no reasoning is trusted.
+    """
+    if template is None or not (found := [tags for tags in TAGS if tags.end in template]):
+        return None
+    answer = answer_in(template, _REASONED) or ""
+    if _THOUGHT not in answer:
+        return found[0]
+    return next((tags for tags in found if _reads_back(tags, answer)), None)
+
+
+def _reads_back(tags: ReasoningTags, answer: str) -> bool:
+    before, _, after = answer.partition(tags.end)
+    thought = before.strip(_SPACE).removeprefix(tags.start).strip(_SPACE)
+    return thought == _THOUGHT and after.lstrip(_SPACE).startswith(_REASONED["content"])
+
+
+def is_opened(tags: ReasoningTags, prompt: str) -> bool:
+    """Whether a prompt ends with the start tag, so the answer begins within the reasoning."""
+    return prompt.rstrip(_SPACE).endswith(tags.start)
+
+
+def is_over(tags: ReasoningTags, prompt: str) -> bool:
+    """Whether a prompt ends with the end tag. Templates write empty reasoning to switch it off."""
+    return prompt.rstrip(_SPACE).endswith(tags.end)
+
+
+def expect_reasoning(
+    template: str | None, prompt: str, quoted: str = "", wanted: bool = True
+) -> ExpectedReasoning | None:
+    """Return the reasoning to expect after a prompt; None if its chat template has no tags.
+
+    quoted: the text of a user's message; a tag in it at the end of the prompt opens no reasoning. wanted: an answer
+    begins after the prompt, and the model may reason in it.
+    """
+    tags = find_tags(template)
+    if tags is None:
+        return None
+    own = not quoted.strip() or not prompt.rstrip(_SPACE).endswith(quoted.rstrip(_SPACE))
+    opened = own and is_opened(tags, prompt)
+    return ExpectedReasoning(tags, opened, opened or (wanted and not is_over(tags, prompt)))

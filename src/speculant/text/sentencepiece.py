@@ -1,6 +1,7 @@
-"""Tokenizers of folders without tokenizer.json: SentencePiece's files of T5 and of Marian.
+"""SentencePiece: its Unigram, the most likely of all ways to divide a text into tokens, and its files of T5 and Marian.
 
-A file is a message of protocol buffers, with pieces (a text, a score and a type) and the rules that normalise texts.
+Folders without tokenizer.json have these. A file is a message of protocol buffers, with pieces (a text, a score and a
+type) and the rules that normalise texts.
 """
 
 from __future__ import annotations
@@ -10,18 +11,29 @@ import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Tokenizer as Backend, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer as Backend,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from speculant.errors import Converts, ModelError
 from speculant.files import read_json
-from speculant.text.unigram import Normalisation, TokenType, scored, unigram
 
+SPACE = "\u2581"  # SentencePiece's mark of a space
+BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))  # tokens of bytes of unknown characters
 T5_FILE = "spiece.model"
 SOURCE_FILE, IDS_FILE = "source.spm", "vocab.json"  # of Marian
-ROLES = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}  # of both
+SENTENCEPIECE_ROLES = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}  # of both
 _EXTRA = re.compile(r"<extra_id_([0-9]{1,4})>", re.ASCII)  # sentinels of T5
 _LANGUAGE = re.compile(r">>.+<<")  # which a text for Marian may begin with
 _UNIGRAM = 1
@@ -30,6 +42,82 @@ _UNIGRAM = 1
 _OTHER_CHARACTER, _OTHER_TOKEN = -1e3, -5e3
 _FIX = "download the file again, or save the tokenizer as tokenizer.json with a fast tokenizer of transformers."
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # kinds of fields
+
+
+class TokenType(IntEnum):
+    """SentencePiece's types of tokens, which GGUF files have too."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """How a text is normalised before it is divided into tokens.
+
+    charsmap: SentencePiece's table of replacements; b"" = none. prefixed: a space is put before the text. trimmed:
+    spaces are removed at both ends, and repeated spaces become one.
+    """
+
+    charsmap: bytes = b""
+    prefixed: bool = True
+    trimmed: bool = True
+
+    @property
+    def marks_words(self) -> bool:
+        """Whether all kinds of spaces separate words, and each word gets a mark, as in transformers for T5."""
+        return self.prefixed and self.trimmed
+
+
+def unigram(pieces: Sequence[tuple[str, float]], unknown: int | None, of: Normalisation) -> Backend:
+    """Return a tokenizer of tokens with scores, without added tokens and without tokens around a text.
+
+    unknown: the token of unknown characters, unless there are tokens of all bytes; None = there is none.
+    """
+    falls_back = {text for text, _ in pieces} >= set(BYTES)
+    backend = Backend(models.Unigram(list(pieces), unknown, falls_back))
+    steps: list[normalizers.Normalizer] = []
+    if of.charsmap:
+        steps.append(normalizers.Precompiled(of.charsmap))
+    if of.trimmed and not of.prefixed:
+        steps.append(normalizers.Replace(Regex(r"^ +| +$|(?<= ) +"), ""))
+    if of.prefixed and not of.trimmed:
+        steps.append(normalizers.Prepend(SPACE))
+    if steps:
+        backend.normalizer = steps[0] if len(steps) == 1 else normalizers.Sequence(steps)
+    # Without a division into words, runs of spaces can be tokens.
+    spaces = pre_tokenizers.Metaspace(SPACE, "always" if of.marks_words else "never", split=of.trimmed)
+    words = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
+    backend.pre_tokenizer = words if of.marks_words else spaces
+    marks = [decoders.ByteFallback(), decoders.Metaspace(SPACE, "always")]
+    marked = decoders.Sequence(marks if falls_back else marks[1:])
+    backend.decoder = marked if of.marks_words else joining_decoder(of.prefixed)
+    return backend
+
+
+def joining_decoder(prefixed: bool) -> decoders.Decoder:
+    """Return the decoder that joins tokens and bytes to a text. prefixed: it removes the first space."""
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+
+
+def scored(texts: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, float]]:
+    """Return all tokens but unused ones at the end, by id, with their scores.
+
+    The tokenizer scores an unknown character a little below the lowest of these scores. So only normal tokens set the
+    lowest: unused tokens and bytes get the lowest score of normal tokens, and all other tokens get 0.
+    """
+    lowest = min((score for score, kind in zip(scores, types, strict=True) if kind == TokenType.NORMAL), default=0.0)
+    count = max((place + 1 for place, kind in enumerate(types) if kind != TokenType.UNUSED), default=0)
+    others: dict[int, float] = {TokenType.UNUSED: lowest, TokenType.BYTE: lowest}
+    return [
+        (text, score if kind == TokenType.NORMAL else others.get(kind, 0.0))
+        for text, score, kind in zip(texts[:count], scores, types, strict=False)
+    ]
 
 
 class Piece(NamedTuple):
@@ -50,10 +138,8 @@ class SentencePieceFile:
     @classmethod
     def read(cls, path: Path) -> SentencePieceFile:
         """Read a file. Raises ModelError if it is damaged, or no Unigram model."""
-        try:
+        with Converts(ModelError, f"{path} can't be read", "check that you may read it."):
             content = path.read_bytes()
-        except OSError as error:
-            raise ModelError(f"{path} can't be read: {error}", "check that you may read it.") from error
         with Converts(ModelError, f"{path} is no usable SentencePiece file", _FIX):
             fields = list(_fields(memoryview(content)))
             trained = dict(_fields(_last(fields, 2)))
@@ -108,7 +194,10 @@ def _of_marian(folder: Path) -> Backend:
     if not texts or [ids[text] for text in texts] != list(range(len(texts))):
         raise ModelError(f"{path} does not give tokens the ids from 0 on", "download it again.")
     known = {piece.text: piece for piece in file.pieces if piece.type == TokenType.NORMAL}
-    special = {ROLES["unk_token"]: TokenType.UNKNOWN, **dict.fromkeys(("</s>", "<pad>"), TokenType.CONTROL)}
+    special = {
+        SENTENCEPIECE_ROLES["unk_token"]: TokenType.UNKNOWN,
+        **dict.fromkeys(("</s>", "<pad>"), TokenType.CONTROL),
+    }
 
     def piece_of(text: str) -> Piece:
         if text in special:
@@ -126,7 +215,7 @@ def _finished(path: Path, pieces: Sequence[Piece], of: Normalisation) -> Backend
     texts, scores, types = zip(*pieces, strict=True)
     if len({*texts}) < len(texts):
         raise ModelError(f"{path} has a token twice", _FIX)
-    end, unknown = ROLES["eos_token"], ROLES["unk_token"]
+    end, unknown = SENTENCEPIECE_ROLES["eos_token"], SENTENCEPIECE_ROLES["unk_token"]
     if end not in texts or unknown not in texts:
         raise ModelError(f"{path} has no token {end}, or no token {unknown}", _FIX)
     with Converts(ModelError, f"{path} is no usable tokenizer", _FIX):

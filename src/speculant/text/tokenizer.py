@@ -1,9 +1,14 @@
-"""A checkpoint's tokenizer, and the comparison of two vocabularies."""
+"""A checkpoint's tokenizer, the bytes that each of its tokens adds to a text, and the comparison of two vocabularies.
+
+Vocabularies spell bytes in several ways. Byte-level BPE (GPT-2) spells a byte as one character and a space as U+0120.
+SentencePiece spells a space as U+2581, and with byte fallback a byte as a token such as <0xE4>. WordPiece marks tokens
+that no space precedes by ##.
+"""
 
 from __future__ import annotations
 
 import filecmp
-import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
@@ -17,15 +22,16 @@ from speculant.files import read_optional_json
 from speculant.gguf_file import GgufFile, is_gguf
 from speculant.text.chat import TOOL_USE, ChatTemplate, find_template, template_in
 from speculant.text.gguf_tokenizer import read_gguf_tokenizer
-from speculant.text.length_bounds import check_length_bounds
-from speculant.text.sentencepiece import ROLES, find_sentencepiece
-from speculant.text.token_bounds import characters_per_token
+from speculant.text.sentencepiece import SENTENCEPIECE_ROLES, find_sentencepiece
+from speculant.text.tokenizer_bounds import characters_per_token, check_length_bounds, steps_of
 
 TOKENIZER = "tokenizer.json"
+_JOINED = ({"type": "WordPiece", "prefix": ""},)
 _SHORT = 4096  # characters or tokens; the library works on more of them without the interpreter's lock
 _SOURCE = "use another text, or correct the tokenizer.json of this checkpoint."
 _ENCODING = Converts(RequestError, "the tokenizer can't encode this text", _SOURCE)
 _DECODING = Converts(RequestError, "the tokenizer can't decode these token ids", _SOURCE)
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
@@ -68,7 +74,7 @@ class Tokenizer:
         if backend is None:
             backend = _load_backend(folder)
         else:
-            settings = {**ROLES, **settings}
+            settings = {**SENTENCEPIECE_ROLES, **settings}
         templates = find_template(folder, settings), find_template(folder, settings, TOOL_USE)
         with Converts(ModelError, f"{folder / TOKENIZER} can't be used", "download it again."):
             made = cls(backend, settings, *templates)._checked()
@@ -90,7 +96,7 @@ class Tokenizer:
     def _checked(self) -> Tokenizer:
         """Read every part once. Errors are those of a damaged file."""
         check_length_bounds(self.backend)
-        _ = self.special_ids, self.decoder_settings, self.vocab_size, self.characters_per_token
+        _ = self.special_ids, self.decoder_steps, self.vocab_size, self.characters_per_token
         return self
 
     def has_file_of(self, folder: Path) -> bool:
@@ -139,7 +145,7 @@ class Tokenizer:
 
     @cached_property
     def characters_per_token(self) -> int | None:
-        """The most characters of a text for each of its tokens; None = there is no bound, see `token_bounds`."""
+        """The most characters of a text for each of its tokens; None = there is no bound, see `tokenizer_bounds`."""
         return characters_per_token(self.backend)
 
     @property
@@ -170,10 +176,9 @@ class Tokenizer:
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @cached_property
-    def decoder_settings(self) -> dict[str, Any] | None:
-        """The decoder's entry in tokenizer.json; None when tokens are joined by spaces."""
-        decoder = self.backend.decoder
-        return json.loads(decoder.__getstate__()) if decoder else None
+    def decoder_steps(self) -> Sequence[Mapping[str, Any]]:
+        """The decoder's steps as in tokenizer.json. Without a decoder, tokens are joined by spaces."""
+        return steps_of(self.backend.decoder) if self.backend.decoder else _JOINED
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -193,11 +198,6 @@ class Tokenizer:
     def template_for(self, tools: bool) -> str | None:
         """Return the source of the template for conversations with or without tools; None if there is none."""
         return self._tool_template if tools and self._tool_template is not None else self._template
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the checkpoint has a chat template."""
-        return self._template is not None
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
@@ -297,3 +297,52 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         if role.endswith("_token") and isinstance(content, str):
             tokens[role] = content
     return tokens
+
+
+def byte_table() -> dict[str, int]:
+    """Return the byte for each character of byte-level tokenizers (GPT-2's table)."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+_BYTES = byte_table()
+
+
+def fallback_byte(token: str) -> bytes | None:
+    """Return the byte that a token of byte fallback, `<0x0A>`, stands for; None = another token."""
+    hit = _FALLBACK.fullmatch(token) if len(token) == 6 else None
+    return bytes.fromhex(hit[1]) if hit else None
+
+
+def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
+    """Return the bytes of every token that is not special, by id: those that it adds within a text.
+
+    Spaces that a decoder strips from the ends of a whole text are kept. A step of the decoder that is not in the
+    module's list leaves a token as it is spelt.
+    """
+    special, found = tokenizer.special_ids, dict[int, bytes]()
+    left = {token_id: token for token, token_id in tokenizer.vocab().items() if token_id not in special}
+    for step in tokenizer.decoder_steps:
+        match step:
+            case {"type": "ByteLevel"}:
+                alphabet = _BYTES.keys()
+                found |= {each: bytes(map(_BYTES.__getitem__, t)) for each, t in left.items() if alphabet >= {*t}}
+            case {"type": "ByteFallback"}:
+                found |= {each: byte for each, t in left.items() if (byte := fallback_byte(t)) is not None}
+            case _:
+                change = _change(step)
+                left = {each: change(t) for each, t in left.items()}
+    return {each: t.encode("utf-8", "replace") for each, t in left.items()} | found
+
+
+def _change(step: Mapping[str, Any]) -> Callable[[str], str]:
+    """Return how a step changes the text of a token."""
+    match step:
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
+            return lambda token: token.replace(old, new)
+        case {"type": "Metaspace", "replacement": str(old)} | {"type": "BPEDecoder", "suffix": str(old)} if old:
+            return lambda token: token.replace(old, " ")
+        case {"type": "WordPiece", "prefix": str(mark)}:
+            return lambda token: token[len(mark) :] if mark and token.startswith(mark) else " " + token
+    return lambda token: token

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from speculant.errors import RequestError
-from speculant.text.messages import check_roles, read_messages
+from speculant.text.chat import check_roles, read_messages
 from speculant.text.tokenizer import Tokenizer
 
 

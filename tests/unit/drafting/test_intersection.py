@@ -7,8 +7,7 @@ from tokenizers import Tokenizer as Backend, decoders, models
 
 from speculant.drafting import intersect
 from speculant.errors import PairError
-from speculant.text import Tokenizer
-from speculant.text.token_bytes import token_bytes
+from speculant.text import Tokenizer, token_bytes
 from tests.unit.text.tokenizers_for_tests import byte_level, metaspace_style, sentencepiece_style
 
 TEXTS = ["ab é 世 the fox", " a  b\n\n\tab", "👍🏽 naïve <tool>", "größer", ""]

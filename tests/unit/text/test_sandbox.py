@@ -14,7 +14,7 @@ from jinja2.exceptions import SecurityError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from speculant.errors import ModelError, RequestError, SpeculantError
-from speculant.text import ChatTemplate, costs
+from speculant.text import ChatTemplate, sandbox
 
 
 def nested(value: str) -> str:
@@ -160,7 +160,7 @@ LONG = ("recursive loop", "macro calls", "nested calls", "nested namespace", "ne
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else []) for name in BOMBS])
 @pytest.mark.usefixtures("_little_memory")
 def test_a_template_that_makes_too_much_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "MOST_STEPS", 10**5)
+    monkeypatch.setattr(sandbox, "MOST_STEPS", 10**5)
     started = time.process_time()
     with pytest.raises((ModelError, RequestError)) as caught:
         render(BOMBS[name])
@@ -170,7 +170,7 @@ def test_a_template_that_makes_too_much_is_refused(name: str, monkeypatch: pytes
 
 
 def test_a_template_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "MOST_SECONDS", 0.05)
+    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.05)
     searching = "{% set t = 'a' * 10**6 %}{% for i in range(99999) %}{{ 'b' in t }}{% endfor %}"
     with pytest.raises(ModelError, match="it ran for more than 0.05 seconds"):
         render(searching)
@@ -193,7 +193,7 @@ def test_the_budget_grows_with_the_conversation(name: str) -> None:
 
 
 def test_messages_that_contain_themselves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "MOST_ELEMENTS", 10**4)
+    monkeypatch.setattr(sandbox, "MOST_ELEMENTS", 10**4)
     message: dict[str, Any] = {"role": "user"}
     message["content"] = [message]
     with pytest.raises(SpeculantError):
@@ -201,7 +201,7 @@ def test_messages_that_contain_themselves_are_refused(monkeypatch: pytest.Monkey
 
 
 def test_renderings_do_not_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "MOST_STEPS", 1000)
+    monkeypatch.setattr(sandbox, "MOST_STEPS", 1000)
     template = ChatTemplate("{% for i in range(600) %}{% endfor %}")
     for _ in range(3):
         assert template.render([], False) == ""

@@ -1,6 +1,6 @@
 """Maps a target's vocabulary to that of a draft with another tokenizer (token-level intersection, arXiv 2502.05202).
 
-Two tokens are shared if they add the same bytes to a text (text/token_bytes.py), however they are spelt. Special tokens
+Two tokens are shared if they add the same bytes to a text (text/tokenizer.py), however they are spelt. Special tokens
 are shared only if their names are the same: no end of text is drafted for another special token. Any other token of the
 target is read as draft tokens with the same bytes: those that the draft's tokenizer makes of it, if they have these
 bytes, else the longest ones that fit. So part of a character becomes tokens of single bytes.
@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from speculant.errors import PairError
 from speculant.models import MappedVocabulary
-from speculant.text import Tokenizer, fallback_byte, substitute_token
-from speculant.text.token_bytes import token_bytes
+from speculant.text import Tokenizer, fallback_byte, substitute_token, token_bytes
 
 _BEFORE = ("", "\n", "a")  # prefixes of an encoded piece: some tokenizers put a space before a text
 _Spelling = bytes | str  # the bytes of a usual token, the name of a special one

@@ -59,7 +59,9 @@ def _compared(own: Tokenizer) -> list[str]:
     """Return the roles of tokens that must be the same. Templates can tell whether a role has a token."""
     tokens = {role: own.special_token(role) for role in ROLE_KEYS}
     vocab = own.vocab()
-    return [role for role, token in tokens.items() if (own.has_chat_template if token is None else token in vocab)]
+    return [
+        role for role, token in tokens.items() if (own.chat_template is not None if token is None else token in vocab)
+    ]
 
 
 def differences(own: Any, other: Any, place: str = "") -> Iterator[str]:

@@ -15,8 +15,16 @@ from typing import Any
 from speculant.errors import ModelError
 from speculant.files import read_json, read_optional_json
 from speculant.models import END_KEYS, ENDS, read_generation, text_config
-from speculant.text import BYTES, ROLE_KEYS, SPLITS, TOOL_USE, TokenType, find_sentencepiece, find_template
-from speculant.text.sentencepiece import ROLES
+from speculant.text import (
+    BYTES,
+    ROLE_KEYS,
+    SENTENCEPIECE_ROLES,
+    SPLITS,
+    TOOL_USE,
+    TokenType,
+    find_sentencepiece,
+    find_template,
+)
 
 _FOLDER = "name a folder as OUT instead of a .gguf file."
 _EOS, *_OTHER_ENDS = (f"tokenizer.ggml.{key}" for key in END_KEYS)
@@ -36,7 +44,7 @@ def tokenizer_entries(folder: Path, vocab_size: int) -> dict[str, Any]:
         found = find_sentencepiece(folder, settings)
         if found is None:
             raise ModelError(f"{folder} has no tokenizer.json, which a GGUF file needs", _FOLDER)
-        content, settings = json.loads(found.to_str()), {**ROLES, **settings}
+        content, settings = json.loads(found.to_str()), {**SENTENCEPIECE_ROLES, **settings}
     model = content.get("model") or {}
     if model.get("type") == "Unigram":
         return _unigram_entries(folder, content, settings, vocab_size)

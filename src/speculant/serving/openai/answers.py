@@ -415,9 +415,8 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = frozenset(tokenizer.backend.get_added_tokens_decoder())
-        decoder = tokenizer.decoder_settings or {}
-        nested = [decoder, *decoder.get("decoders", ())]
-        self._bytes_of = byte_table() if any(each.get("type") == "ByteLevel" for each in nested) else None
+        is_byte_level = any(step["type"] == "ByteLevel" for step in tokenizer.decoder_steps)
+        self._bytes_of = byte_table() if is_byte_level else None
         self.of = lru_cache(_CACHED)(self._of)
 
     def places(self, skip_special_tokens: bool, start: int = 0) -> TokenOffsets:

@@ -154,7 +154,7 @@ class Routes:
             "owned_by": "speculant",
             "root": self._service.names[0],
             "max_model_len": engine.limits.max_model_len,
-            "chat": engine.tokenizer.has_chat_template and not engine.has_source,
+            "chat": engine.tokenizer.chat_template is not None and not engine.has_source,
             "speculation": {"on": engine.speculating, "detail": engine.speculation},
         }
 

@@ -1,25 +1,37 @@
-"""Bounds how much longer the components of a tokenizer.json can make a text, from their settings alone.
+"""Bounds how much longer or shorter a tokenizer.json can make a text, from the settings of its components alone.
 
 With n steps that each double a text, a byte becomes 2^n bytes, and the library aborts the process when memory runs out.
 So the bounds of all steps are combined before the first text is encoded. Steps by Unicode's own tables (NFKD: up to 11
 bytes per byte) lengthen a text only once, so the first step of each kind counts as 1.
+
+A text beyond the context is refused before it is tokenised. A token stands for at most as many characters as it has
+itself, unless a part of the tokenizer shortens texts. Parts that shorten them by a known factor count with it. With a
+part that may drop characters, or may make one token of a run of any length, there is no bound.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from math import ceil, isinf, prod
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from speculant.errors import ModelError
+from speculant.text.sentencepiece import BYTES
 
 MOST_TIMES = 256  # bytes per byte; checkpoints in use have up to 20
 _LISTS = ("normalizers", "pretokenizers", "decoders", "processors")
 _UNICODE = {"NFD": 3, "NFC": 3, "NFKD": 11, "NFKC": 11, "Lowercase": 2, "BertNormalizer": 3, "Nmt": 3}
 _MOST_UNICODE = 64  # bytes; the longest replacement in the character map of a SentencePiece model has 33
+_COMPOSED = 4.0  # characters of the longest canonical decomposition in Unicode (U+1F82)
+_KEEPING = frozenset({"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace"})
+_DIVIDING = frozenset({"Digits", "UnicodeScripts", "Split", "Punctuation"})  # they only divide a text into words
+_DROPPED = float("inf")
 
 
 class LengthBound(NamedTuple):
@@ -41,8 +53,7 @@ def check_length_bounds(backend: Backend) -> None:
         "decoder": (backend.decoder,),
     }
     for name, components in parts.items():
-        steps = [step for each in components if each for step in steps_of(json.loads(each.__getstate__()))]
-        total = _total(steps)
+        total = _total(steps_of(*components))
         if not total.factor + total.added <= MOST_TIMES:
             raise ModelError(
                 f"the {name} of tokenizer.json can make a text {total.factor + total.added:.3g} times as long;"
@@ -51,17 +62,24 @@ def check_length_bounds(backend: Backend) -> None:
             )
 
 
-def steps_of(component: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the settings of a component's parts; of one without parts, its own."""
-    inner = next((component[key] for key in _LISTS if key in component), None)
-    if inner is None:
-        yield component
+def steps_of(*components: Any) -> list[Mapping[str, Any]]:
+    """Return the settings of a tokenizer's components and, in place of a component with parts, of its parts.
+
+    None = there is no such component.
+    """
+    return [step for each in components if each for step in _inner(json.loads(each.__getstate__()))]
+
+
+def _inner(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    parts = next((settings[key] for key in _LISTS if key in settings), None)
+    if parts is None:
+        yield settings
     else:
-        for each in inner:
-            yield from steps_of(each)
+        for each in parts:
+            yield from _inner(each)
 
 
-def _total(steps: list[Mapping[str, Any]]) -> LengthBound:
+def _total(steps: Sequence[Mapping[str, Any]]) -> LengthBound:
     total, seen = LengthBound(), set[str]()
     for step in steps:
         own = _unicode_factor(step)
@@ -107,3 +125,39 @@ def _replaced(old: str, new: str) -> LengthBound:
 
 def _size(text: str) -> int:
     return len(text.encode("utf-8"))
+
+
+def characters_per_token(backend: Backend) -> int | None:
+    """Return the most characters of a text for each of its tokens; None = there is no bound."""
+    steps = steps_of(backend.normalizer, backend.pre_tokenizer)
+    factor, added = prod(map(_shortening, steps)), backend.get_added_tokens_decoder().values()
+    if isinf(factor) or any(token.lstrip or token.rstrip for token in added) or not _keeps_all(backend, steps):
+        return None
+    normalise = backend.normalizer.normalize_str if backend.normalizer else str
+    found = (normalise(token.content) if token.normalized else token.content for token in added)
+    return ceil(factor * max(map(len, [*backend.get_vocab(with_added_tokens=False), *found])))
+
+
+def _shortening(step: Mapping[str, Any]) -> float:
+    """Return the most characters of which a normaliser or pre-tokenizer makes one."""
+    match step:
+        case {"type": "NFC" | "NFKC"}:
+            return _COMPOSED
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if new:
+            return max(1.0, len(old) / len(new))
+    if step["type"] in _DIVIDING and step.get("behavior") != "Removed":
+        return 1.0
+    return 1.0 if step["type"] in _KEEPING else _DROPPED
+
+
+def _keeps_all(backend: Backend, steps: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether each character becomes a token or part of one, and unknown characters are not joined."""
+    model, vocabulary = backend.model, backend.get_vocab(with_added_tokens=False)
+    if not isinstance(model, BPE):
+        return False
+    if model.byte_fallback and vocabulary.keys() >= {*BYTES}:
+        return True
+    if model.unk_token is not None:
+        return not model.fuse_unk
+    changes = [step["type"] for step in steps if step["type"] not in _DIVIDING]
+    return changes[-1:] == ["ByteLevel"] and vocabulary.keys() >= {*ByteLevel.alphabet()}
