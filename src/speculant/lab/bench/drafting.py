@@ -20,7 +20,7 @@ from speculant.config import EngineConfig
 from speculant.drafting.base import Method
 from speculant.drafting.methods import method_facts
 from speculant.engine.build import build_around, load_target
-from speculant.engine.draft_loading import UNCHANGED
+from speculant.engine.precision import UNCHANGED
 from speculant.errors import ConfigError, RequestError
 from speculant.lab.bench.acceptance import Estimate, pooled
 from speculant.lab.bench.pair import (

@@ -23,8 +23,7 @@ from speculant.drafting.base import Drafter
 from speculant.drafting.heads.short import FILE
 from speculant.drafting.model.head_tokens import KEY, save_head_tokens
 from speculant.engine.build import build_drafters, load_target, load_tokenizer, method_name
-from speculant.engine.draft_loading import LEAST_GAIN, Precision, pass_seconds
-from speculant.engine.head_precision import ROOM, DraftSample
+from speculant.engine.precision import LEAST_GAIN, ROOM, DraftSample, Precision, pass_seconds
 from speculant.errors import ConfigError
 from speculant.models.weights.load import Checkpoint
 

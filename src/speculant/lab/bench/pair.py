@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from speculant.config import EngineConfig
 from speculant.engine.build import Runtime, build_around, load_target
-from speculant.engine.draft_loading import UNCHANGED, draft_vocabulary
+from speculant.engine.draft_loading import draft_vocabulary
+from speculant.engine.precision import UNCHANGED
 from speculant.lab.bench.acceptance import (
     Estimate,
     Split,

@@ -13,7 +13,8 @@ from typing import Any
 from speculant.config import EngineConfig
 from speculant.drafting.methods import WITH_MODEL
 from speculant.engine.build import Runtime, build_around, load_target
-from speculant.engine.draft_loading import AUTO, draft_vocabulary, rounded
+from speculant.engine.draft_loading import draft_vocabulary
+from speculant.engine.precision import AUTO, rounded
 from speculant.errors import ConfigError
 from speculant.lab.bench.acceptance import TextAcceptance, TextReader, measure_acceptance
 from speculant.lab.bench.measuring import PLAIN, BenchCase, Notify, Tell, Way, measure, ways_of
