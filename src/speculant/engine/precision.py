@@ -47,7 +47,7 @@ T = TypeVar("T")
 AUTO = "auto"
 UNCHANGED = "none"
 LEAST_GAIN = 0.02  # rounded weights that gain less are not worth the risk that the estimate is wrong
-LONGEST = 16  # drafts that are compared
+LONGEST_COMPARED = 16  # nodes of drafts
 LARGE_BYTES = 64 * 2**20  # of a model in bfloat16: a smaller one is packed quickly, and may stay in caches
 USUAL_ACCEPTANCE = {None: 0.7, "int8": 0.695, "int4": 0.68}  # by type, assumed for a large draft
 FURTHER_ROW = 0.05  # of the time of the target's pass of one row, assumed for each further row
@@ -83,7 +83,7 @@ class Precision:
         """Return the expected tokens per second with the best length; pass_s: seconds of the target's pass, by rows."""
         reached = expected = 1.0
         best = 0.0
-        for length in range(1, LONGEST + 1):
+        for length in range(1, LONGEST_COMPARED + 1):
             reached *= self.acceptance
             expected += reached
             best = max(best, expected / (pass_s(length + 1) + self.draft_s + length * self.token_s))

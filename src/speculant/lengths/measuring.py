@@ -40,6 +40,7 @@ from speculant.models.base import CausalLM, SequenceInput, build_batch, relative
 from speculant.models.encoding import encode_sources
 from speculant.params import SamplingParams
 from speculant.sampling.distribution import row_maxima, sampling_settings
+from speculant.scheduling.schedule import NO_DRAFT
 from speculant.types import CommittedRows, DraftTree, Request
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,6 @@ DISAGREE = 1.5  # times the spread: a ratio of steps' times to kept ones, or of 
 PROCEDURE = "6"  # changes when the measurements change
 GOLDEN = 2654435769  # the golden ratio's fraction, times 2^32
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
-NO_DRAFT = DraftTree.empty()
 
 
 Slices = Generator[None, None, None]

@@ -8,7 +8,8 @@ import pytest
 
 from speculant.errors import ConfigError
 from speculant.lengths.base import DraftLengthContext, ScoredDraft
-from speculant.lengths.confidence import LONGEST, Confidence, build, stop_below
+from speculant.lengths.confidence import Confidence, build, stop_below
+from speculant.lengths.plan import LONGEST
 from tests.models import make_request
 from tests.unit.scheduling.driver import Driver, slots
 
