@@ -39,6 +39,7 @@ from speculant.models.sizes import matrix_weights
 from speculant.models.weights.load import Checkpoint, CheckpointFiles
 from speculant.params import SamplingParams
 from speculant.sampling.chance import KeyedChances
+from speculant.scheduling.schedule import NO_DRAFT
 from speculant.types import CommittedRows, DraftTree, Request
 
 logger = logging.getLogger(__name__)
@@ -398,13 +399,18 @@ def _draw(draft: Checkpoint, size: int, length: int, cache: KVCache, source: int
 
 def probs_along(model: CausalLM, tokens: Sequence[int], size: int) -> Tensor:
     """Return a model's distributions [n, size] at temperature 1 after each token of a text."""
-    hidden = _forward(model, tokens, size)
-    return torch.softmax(fit_vocabulary(model.logits(hidden.last), size).double(), -1)
+    logits = model.logits(_forward(model, tokens, size).last)
+    return torch.softmax(fit_vocabulary(logits, size).double(), -1)
 
 
 def _forward(model: CausalLM, tokens: Sequence[int], size: int, taps: Sequence[int] = ()) -> Hidden:
-    cache, source = text_cache(model, size, len(tokens))
-    inputs = SequenceInput(_TEXT, known(tokens, model.vocab_size), DraftTree.empty(), source=source)
+    return _run(model, tokens, *text_cache(model, size, len(tokens)), taps)
+
+
+def _run(
+    model: CausalLM, tokens: Sequence[int], cache: KVCache, source: int | None, taps: Sequence[int] = ()
+) -> Hidden:
+    inputs = SequenceInput(_TEXT, known(tokens, model.vocab_size), NO_DRAFT, source=source)
     return model.forward(build_batch([inputs], cache, model.cache_shape.device), cache.storage, taps)
 
 
@@ -417,10 +423,8 @@ def pass_seconds(model: CausalLM, runs: Runs) -> Callable[[int], float]:
     cache, source = text_cache(model, model.vocab_size, max(rows))
 
     def run(count: int) -> None:
-        inputs = SequenceInput(_TEXT, [0] * count, DraftTree.empty(), source=source)
-        batch = build_batch([inputs], cache, model.cache_shape.device)
-        model.logits(model.forward(batch, cache.storage).last)
-        cache.release(inputs.seq_id)
+        model.logits(_run(model, [0] * count, cache, source).last)
+        cache.release(_TEXT)
 
     seconds = timed(run, rows, runs)
     slope = (seconds[8] - seconds[1]) / 7
