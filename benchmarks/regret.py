@@ -51,7 +51,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 CONSTANTS = {
     adaptive: ("PROBE", "PLAIN_STEPS", "HOLDS", "RESTS", "LOOKUP_MEMORY", "BUDGET"),
-    costs: ("DRIFT", "OUTLIER", "LEARNT", "COMPARED", "NEAR", "ROW_SHARE"),
+    costs: ("DRIFT", "OUTLIER", "LEARNT", "COMPARED", "NEAR", "ROW_SHARE", "LEAST_BACKLOG"),
     acceptance: (
         *("PRIOR", "PRIOR_TESTS", "DEPTH_PRIOR_TESTS", "METHOD_MEMORY", "SEQUENCE_MEMORY", "SEQUENCE_PRIOR_TESTS"),
         *("SCORE_PRIOR_TESTS", "BUCKETS"),

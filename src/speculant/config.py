@@ -75,7 +75,7 @@ class EngineConfig:
     otherwise reference. It and the quantizations are checked when the engine is built.
     quantization, draft_quantization: weights of the target and of the draft in int8 or int4. A quantized target is a
     different model, and speculation is exact with respect to it. draft_quantization="auto" chooses the type that is
-    expected to be fastest here (engine/draft_loading.py); "none" or None leaves the draft's weights unchanged. A draft
+    expected to be fastest here (engine/precision.py); "none" or None leaves the draft's weights unchanged. A draft
     is a draft model, or a head on native kernels.
     weight_packing: how bfloat16 weights of target and draft are stored; both ways give the same bits. "12bit" needs
     three quarters of the memory, on the native kernels; "auto" = the faster one here, timed for large models.

@@ -10,13 +10,13 @@ import pytest
 from tests.architecture.rooms import ROOT, USERS, defined, home, inner_imports, rooms, size
 
 SLACK = 0.05  # of a budget, which follows a room that shrinks
-INNER_IMPORTS = 171  # of names that two files of a room have, of names that are also a file's; may only fall
+INNER_IMPORTS = 169  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1211, 7),
     "cli": (2974, 12),
     "drafting": (7230, 50),
-    "engine": (5159, 23),
+    "engine": (5130, 22),
     "kernels": (1622, 8),
     "lab.bench": (4359, 16),
     "lab.cli": (3010, 19),
@@ -26,7 +26,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lab.quantize": (942, 6),
     "lab.theory": (581, 5),
     "lab.training": (4236, 31),
-    "lengths": (1952, 10),
+    "lengths": (1943, 10),
     "models": (13445, 68),
     "sampling": (437, 5),
     "scale": (1969, 12),

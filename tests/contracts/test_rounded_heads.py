@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from speculant import LLM, SamplingParams, plugins
 from speculant.drafting import Drafter, Method
-from speculant.engine import DraftSample, Precision, head_precision
+from speculant.engine import DraftSample, Precision, drawn, hosting, precision
 from speculant.errors import ConfigError, ModelError
 from speculant.models import load_model
 from speculant.types import DraftTree
@@ -124,10 +124,10 @@ def test_target_stays_as_it_is() -> None:
 )
 def test_embedded_heads_lose_little_acceptance(method: str, most: tuple[float, float]) -> None:
     target = load_model("demo", "bfloat16", kernels="native")
-    sample = DraftSample.of(target, head_precision.drawn(target, target.model.vocab_size, 48))
+    sample = DraftSample.of(target, drawn(target, target.model.vocab_size, 48))
     found = list[Precision]()
     for quantization in (None, *TYPES):
-        context = head_context("demo", head_precision.hosting(target.model, quantization), {})
+        context = head_context("demo", hosting(target.model, quantization), {})
         found.append(sample.measure(quantization, plugins.load(KIND, method).build(context), []))
     whole, *others = (each.acceptance for each in found)
     assert whole > 0.15
@@ -163,7 +163,7 @@ def test_type_of_a_head_is_chosen_and_kept(
     file.write_text('{"draft_quantization": "int3", "spread": 1}')
     assert "draft weights in " in engine(checkpoints, method).speculation, "a damaged choice is made again"
     file.write_text('{"draft_quantization": "int4", "spread": 1}')
-    monkeypatch.setattr(head_precision, "timed", lambda *given: pytest.fail("it was measured again"))
+    monkeypatch.setattr(precision, "timed", lambda *given: pytest.fail("it was measured again"))
     again = engine(checkpoints, method)
     assert "draft weights in int4 (fastest here)" in again.speculation
     assert texts_of(again) == texts_of(first)

@@ -11,20 +11,9 @@ from .build import (
     method_name as method_name,
 )
 from .commit import Committed as Committed, fail as fail, roll_back as roll_back
-from .draft_loading import (
-    AUTO as AUTO,
-    LEAST_GAIN as LEAST_GAIN,
-    UNCHANGED as UNCHANGED,
-    LargeDraft as LargeDraft,
-    Precision as Precision,
-    choose_precision as choose_precision,
-    draft_vocabulary as draft_vocabulary,
-    pass_seconds as pass_seconds,
-    rounded as rounded,
-)
+from .draft_loading import draft_vocabulary as draft_vocabulary
 from .engine import Engine as Engine, EngineOptions as EngineOptions
 from .generation import Generation as Generation, StreamPiece as StreamPiece
-from .head_precision import ROOM as ROOM, DraftSample as DraftSample
 from .llm import (
     LLM as LLM,
     BeamSearchOutput as BeamSearchOutput,
@@ -39,6 +28,24 @@ from .memory import (
     CacheMemory as CacheMemory,
     Need as Need,
     free_memory as free_memory,
+)
+from .precision import (
+    AUTO as AUTO,
+    LEAST_GAIN as LEAST_GAIN,
+    PROMPT as PROMPT,
+    ROOM as ROOM,
+    UNCHANGED as UNCHANGED,
+    DraftSample as DraftSample,
+    LargeDraft as LargeDraft,
+    Precision as Precision,
+    choose_precision as choose_precision,
+    draft_seconds as draft_seconds,
+    drawn as drawn,
+    hosting as hosting,
+    keep_choice as keep_choice,
+    pass_seconds as pass_seconds,
+    probs_along as probs_along,
+    rounded as rounded,
 )
 from .profiling import (
     PHASES as PHASES,

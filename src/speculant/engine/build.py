@@ -9,8 +9,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,40 +26,25 @@ from speculant.drafting import (
     Drafters,
     Selection,
     build_method,
-    check_kind,
     first_installed,
     installed,
     method_facts,
     takes_model,
 )
 from speculant.drafting.methods import KIND
-from speculant.engine.draft_loading import (
-    AUTO,
-    LARGE_BYTES,
-    LargeDraft,
-    check_encoder,
-    choose_precision,
-    describe_vocabulary,
-    draft_vocabulary,
-    rounded,
-)
+from speculant.engine.draft_loading import DraftLoader
 from speculant.engine.engine import Engine, EngineOptions
-from speculant.engine.head_precision import HeadRounding
 from speculant.engine.memory import CacheMemory
+from speculant.engine.precision import AUTO, LARGE_BYTES, HeadRounding, rounded
 from speculant.errors import ConfigError, RequestError
 from speculant.files import forget_measured
-from speculant.lengths import START_S, Calibration, DraftLength, DraftLengthContext, completed
-from speculant.lengths.plan import LONGEST
+from speculant.lengths import LONGEST, START_S, Calibration, DraftLength, DraftLengthContext, completed
 from speculant.models import (
-    CausalLM,
     Checkpoint,
-    MappedVocabulary,
-    TargetVocabulary,
     background,
     check_loading,
     find_backends,
     load_model,
-    read_model_config,
     resolve_source,
     resolve_tokenizer,
     scratch_of,
@@ -150,13 +134,9 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     memory = CacheMemory.of(config, limits, shape, target.mapped_bytes, scratch, has_source)
     verifiers, _ = build_verifiers(spec)
     selection = Selection()
-    made = list[KVCache]()  # the target's cache takes the memory that drafters leave
-    drafters, notes = build_drafters(
-        config, spec, target, tokenizer, memory.make, selection, lambda: made[0] if made else None
-    )
+    drafters, notes = build_drafters(config, spec, target, tokenizer, memory.make, selection, lambda: memory.target)
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
-    made.append(cache)
     limits, context = memory.limits, memory.context(longest)
     if limits.max_model_len < (config.max_model_len or longest):
         logger.warning("max_model_len is %s", context)
@@ -322,7 +302,9 @@ def build_drafters(
     A method without a model need not be listed: it is made when a request names it. selection: gets its selector later.
     target_cache: see `DrafterContext`. Returns the drafters, and notes for the user on their draft models.
     """
-    workshop = _Workshop(config, spec, target, tokenizer, make_cache, selection or Selection(), target_cache)
+    facts = str(target.folder), target.kernels, config.dtype
+    loader = DraftLoader(config, target, tokenizer, facts, spec.use_heterogeneous_vocab if spec else None)
+    workshop = _Workshop(config, spec, target, make_cache, selection or Selection(), target_cache, loader)
     drafters: dict[str, Drafter] = {}
     if spec is not None:
         drafters[method_name(spec)] = workshop.build(method_name(spec), build_verifiers(spec)[1])
@@ -332,7 +314,7 @@ def build_drafters(
         drafters, name, workshop.on_request, lambda method: method_facts(method).default_length,
         absence=describe(config, None, 0), num_layers=target.model.num_layers,
     )  # fmt: skip
-    return made, "".join(workshop.notes)
+    return made, "".join(loader.notes)
 
 
 @dataclass(frozen=True)
@@ -342,12 +324,10 @@ class _Workshop:
     config: EngineConfig
     spec: SpeculativeConfig | None
     target: Checkpoint
-    tokenizer: Tokenizer
     make_cache: Callable[[CacheShape], KVCache]
     selection: Selection
     target_cache: Callable[[], KVCache | None]
-    notes: list[str] = field(default_factory=list)  # for the user, on draft models
-    mapped: list[tuple[CausalLM, MappedVocabulary]] = field(default_factory=list)
+    loader: DraftLoader
 
     def build(self, method: str, options: Mapping[str, Any]) -> Drafter:
         """Make a drafter, with the configured draft model."""
@@ -377,72 +357,15 @@ class _Workshop:
             chances=KeyedChances(self.target.backend.sampler),
             sampler=self.target.backend.sampler,
             max_num_batched_tokens=resolve_for(self.config, self.target).max_num_batched_tokens,
-            load_draft=self._load_draft,
+            load_draft=self.loader.load,
             make_cache=self.make_cache,
             stop_below=policy.stop_below(policy_options) if hasattr(policy, "stop_below") else 0.0,
             selection=self.selection,
             target=self.target.model,
-            vocabulary_of=self._vocabulary_of,
-            tokenizer=self.tokenizer,
+            vocabulary_of=self.loader.vocabulary_of,
+            tokenizer=self.loader.tokenizer,
             target_cache=self.target_cache,
-            round_head=HeadRounding(self.target, self.config.draft_quantization, self._facts, self.notes),
+            round_head=HeadRounding(self.target, self.config.draft_quantization, self.loader.facts, self.loader.notes),
         )
         drafter: Drafter = build_method(method_facts(method), plugins.load(KIND, method).build, context)
         return drafter
-
-    @property
-    def _facts(self) -> tuple[str, ...]:
-        """The texts that name the target, its type and its kernels."""
-        return str(self.target.folder), self.target.kernels, self.config.dtype
-
-    def _load_draft(self, source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
-        folder = resolve_source(source, "draft", download_dir=self.config.download_dir)
-        check_kind(folder, read_model_config(folder))
-        other = self.spec.use_heterogeneous_vocab if self.spec else None
-        vocabulary = draft_vocabulary(folder, self.target, self.tokenizer, other)
-        if note := describe_vocabulary(vocabulary):
-            self.notes.append(f", {note}")
-        model = self._load_fastest(folder, source, head_tokens, vocabulary)
-        if isinstance(vocabulary, MappedVocabulary):
-            self.mapped.append((model, vocabulary))
-        return model
-
-    def _load_fastest(
-        self, folder: Path, source: str, head_tokens: tuple[int, ...], vocabulary: TargetVocabulary | None
-    ) -> CausalLM:
-        """Load a draft model in the configured type, or in the fastest one."""
-        load = partial(self._load, source, head_tokens, vocabulary)
-        if self.config.draft_model_backend != AUTO:
-            rounding = None if self.config.draft_quantization == AUTO else rounded(self.config.draft_quantization)
-            loaded = load(rounding)
-            self.notes.append(f", the draft is computed by {loaded.kernels}")
-            return loaded.model
-        if self.config.draft_quantization != AUTO:
-            return load(rounded(self.config.draft_quantization)).model
-        large = LargeDraft.open(folder, self.target, self.config.dtype, self.config.quantization)
-        identity, estimated = (*self._facts, str(folder), str(head_tokens)), large.fastest if large else None
-        draft, chosen = choose_precision(self.target.model, load, identity, estimated)
-        if draft.quantizations:
-            self.notes.append(f", draft weights in {chosen or str(draft.dtype).removeprefix('torch.')} (fastest here)")
-        return draft.model
-
-    def _vocabulary_of(self, model: CausalLM) -> MappedVocabulary | None:
-        return next((vocabulary for each, vocabulary in self.mapped if each is model), None)
-
-    def _load(
-        self,
-        source: str,
-        head_tokens: tuple[int, ...],
-        vocabulary: TargetVocabulary | None,
-        quantization: str | None,
-    ) -> Checkpoint:
-        config = self.config
-        loaded = load_model(
-            source, config.dtype, config.device, role="draft",
-            kernels=config.kernels, quantization=quantization, head_tokens=head_tokens, vocabulary=vocabulary,
-            weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
-            download_dir=config.download_dir, model_backend=config.draft_model_backend,
-            kv_cache_dtype=config.kv_cache_dtype,
-        )  # fmt: skip
-        check_encoder(loaded, self.target, vocabulary)
-        return loaded

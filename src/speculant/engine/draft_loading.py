@@ -1,63 +1,95 @@
-"""Loads a draft model: fits its vocabulary to the target's, and chooses the type of its weights.
-
-The chosen type is the one that is expected to generate text fastest on this machine. A draft does not change the
-output's distribution, so its weights may be rounded: its passes become faster, and fewer of its tokens are accepted.
-For a small draft both are measured, on a text that the draft itself draws. A large one would have to be packed in every
-type for that. So its times are estimated from bytes (models/native/speeds.py), and a usual loss of acceptance is
-assumed; `speculant check-pair` measures it. A measured choice is kept on disk if the machine was not busy.
-"""
+"""Loads a draft model: fits its vocabulary to the target's, in the configured type of weights or in the fastest one."""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from speculant.cache import KVCache, Source, slotted_cache
-from speculant.drafting import fit_vocabulary, grow_chains, intersect, mask_of
-from speculant.errors import ModelError, PairError, SpeculantError
-from speculant.files import Run, costs_folder, is_steady, key_of, read_measured, spread_of, write_file
-from speculant.lengths import make_sequence, spread_token, timed, usual_tokens
+from speculant.config import EngineConfig
+from speculant.drafting import check_kind, intersect
+from speculant.engine.precision import AUTO, LargeDraft, choose_precision, rounded
+from speculant.errors import PairError
 from speculant.models import (
     CausalLM,
-    Chain,
     Checkpoint,
-    CheckpointFiles,
     DraftVocabulary,
     MappedVocabulary,
-    SequenceInput,
     TargetVocabulary,
-    TimesWeights,
-    build_batch,
-    encode_sources,
-    known,
-    matrix_weights,
-    why_not,
+    load_model,
+    read_model_config,
+    resolve_source,
 )
-from speculant.params import SamplingParams
-from speculant.sampling import KeyedChances
 from speculant.text import Tokenizer, compare_vocabularies, substitute_token
-from speculant.types import DraftTree
 
-logger = logging.getLogger(__name__)
 
-AUTO = "auto"
-UNCHANGED = "none"
-LEAST_GAIN = 0.02  # rounded weights that gain less are not worth the risk that the estimate is wrong
-LONGEST = 16  # drafts that are compared
-LARGE_BYTES = 64 * 2**20  # of a model in bfloat16: a smaller one is packed quickly, and may stay in caches
-USUAL_ACCEPTANCE = {None: 0.7, "int8": 0.695, "int4": 0.68}  # by type, assumed for a large draft
-FURTHER_ROW = 0.05  # of the time of the target's pass of one row, assumed for each further row
-PROMPT, SAMPLE = 8, 48  # tokens
-SOURCE = 64  # tokens of the source of such a text, for encoder-decoder models
-_TEXT, _SOURCE = 0, 1  # sequence ids
-DRAWN = SamplingParams(temperature=1.0, max_tokens=None)
+@dataclass(frozen=True)
+class DraftLoader:
+    """Loads the draft models of an engine.
+
+    facts: texts that name the target, its type and its kernels. heterogeneous: False = a draft whose ids mean other
+    tokens is refused. notes: for the user.
+    """
+
+    config: EngineConfig
+    target: Checkpoint
+    tokenizer: Tokenizer
+    facts: tuple[str, ...]
+    heterogeneous: bool | None = None
+    notes: list[str] = field(default_factory=list)
+    mapped: list[tuple[CausalLM, MappedVocabulary]] = field(default_factory=list)
+
+    def load(self, source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
+        """Load a draft model; see `LoadDraft`."""
+        folder = resolve_source(source, "draft", download_dir=self.config.download_dir)
+        check_kind(folder, read_model_config(folder))
+        vocabulary = draft_vocabulary(folder, self.target, self.tokenizer, self.heterogeneous)
+        if note := describe_vocabulary(vocabulary):
+            self.notes.append(f", {note}")
+        model = self._load_fastest(folder, source, head_tokens, vocabulary)
+        if isinstance(vocabulary, MappedVocabulary):
+            self.mapped.append((model, vocabulary))
+        return model
+
+    def vocabulary_of(self, model: CausalLM) -> MappedVocabulary | None:
+        """Return how a loaded draft model reads the target's texts; None = token by token, as they are."""
+        return next((vocabulary for each, vocabulary in self.mapped if each is model), None)
+
+    def _load_fastest(
+        self, folder: Path, source: str, head_tokens: tuple[int, ...], vocabulary: TargetVocabulary | None
+    ) -> CausalLM:
+        """Load a draft model in the configured type, or in the fastest one."""
+        config, load = self.config, partial(self._load, source, head_tokens, vocabulary)
+        if config.draft_model_backend != AUTO:
+            loaded = load(None if config.draft_quantization == AUTO else rounded(config.draft_quantization))
+            self.notes.append(f", the draft is computed by {loaded.kernels}")
+            return loaded.model
+        if config.draft_quantization != AUTO:
+            return load(rounded(config.draft_quantization)).model
+        large = LargeDraft.open(folder, self.target, config.dtype, config.quantization)
+        identity = *self.facts, str(folder), str(head_tokens)
+        draft, chosen = choose_precision(self.target.model, load, identity, large)
+        if draft.quantizations:
+            self.notes.append(f", draft weights in {chosen or str(draft.dtype).removeprefix('torch.')} (fastest here)")
+        return draft.model
+
+    def _load(
+        self,
+        source: str,
+        head_tokens: tuple[int, ...],
+        vocabulary: TargetVocabulary | None,
+        quantization: str | None,
+    ) -> Checkpoint:
+        config = self.config
+        loaded = load_model(
+            source, config.dtype, config.device, role="draft",
+            kernels=config.kernels, quantization=quantization, head_tokens=head_tokens, vocabulary=vocabulary,
+            weight_packing=config.weight_packing, weight_cache=config.weight_cache_folder(),
+            download_dir=config.download_dir, model_backend=config.draft_model_backend,
+            kv_cache_dtype=config.kv_cache_dtype,
+        )  # fmt: skip
+        check_encoder(loaded, self.target, vocabulary)
+        return loaded
 
 
 def draft_vocabulary(
@@ -117,205 +149,3 @@ def describe_vocabulary(vocabulary: TargetVocabulary | None) -> str:
     if vocabulary is not None and vocabulary.lacks:
         return f"the draft lacks {vocabulary.lacks} of the target's tokens and never drafts them"
     return ""
-
-
-def rounded(given: str | None) -> str | None:
-    """Return the type that weights are rounded to; None = unchanged, for which the command line has a name."""
-    return None if given == UNCHANGED else given
-
-
-@dataclass(frozen=True)
-class Precision:
-    """A draft in one type.
-
-    acceptance: the mean of sum min(p, q) with the target. token_s: seconds for each drafted token. draft_s: further
-    seconds of a draft of any length.
-    """
-
-    quantization: str | None
-    acceptance: float
-    token_s: float
-    draft_s: float = 0.0
-
-    def speed(self, pass_s: Callable[[int], float]) -> float:
-        """Return the expected tokens per second with the best length; pass_s: seconds of the target's pass, by rows."""
-        reached = expected = 1.0
-        best = 0.0
-        for length in range(1, LONGEST + 1):
-            reached *= self.acceptance
-            expected += reached
-            best = max(best, expected / (pass_s(length + 1) + self.draft_s + length * self.token_s))
-        return best
-
-
-@dataclass(frozen=True)
-class LargeDraft:
-    """A draft that is too large to be packed in every type, and the target whose backend computes it.
-
-    quantization: the type that the target's weights are rounded to.
-    """
-
-    backend: TimesWeights
-    draft: CheckpointFiles
-    target: CheckpointFiles
-    dtype: str
-    quantization: str | None
-
-    @classmethod
-    def open(cls, folder: Path, target: Checkpoint, dtype: str, quantization: str | None) -> LargeDraft | None:
-        """Return the draft in a folder; None if it is small or can't be rounded, or if times can't be estimated."""
-        backend, device = target.backend, target.model.cache_shape.device
-        if not isinstance(backend, TimesWeights):
-            return None
-        draft = CheckpointFiles.open(folder)
-        if 2 * matrix_weights(draft.decoder) < LARGE_BYTES or draft.tensors.quantised_kinds():
-            return None
-        if why_not(backend, draft.decoder, draft.dtype(dtype), device) is not None:
-            return None
-        return cls(backend, draft, CheckpointFiles.open(target.folder), dtype, quantization)
-
-    def fastest(self) -> str | None:
-        """Return the type that is expected to be fastest, without loading weights."""
-        (target_s,), types = self._seconds(self.target, [self.quantization]), [None, *self.backend.quantizations]
-        found = list[Precision]()
-        for each, token_s in zip(types, self._seconds(self.draft, types), strict=True):
-            found.append(Precision(each, USUAL_ACCEPTANCE.get(each, 0.0), token_s))
-            logger.info(
-                "a draft in %s: acceptance %.3f is assumed, %.2g s a token", each, found[-1].acceptance, token_s
-            )
-        return fastest(found, lambda rows: target_s * (1 + FURTHER_ROW * (rows - 1)))
-
-    def _seconds(self, files: CheckpointFiles, quantizations: Sequence[str | None]) -> list[float]:
-        return self.backend.row_seconds(files.decoder, files.weights, files.dtype(self.dtype), quantizations)
-
-
-def choose_precision(
-    target: CausalLM,
-    load: Callable[[str | None], Checkpoint],
-    identity: Sequence[str],
-    estimated: Callable[[], str | None] | None = None,
-) -> tuple[Checkpoint, str | None]:
-    """Return the draft in the type that is expected to be fastest, and the type; None = unchanged.
-
-    load: loads the draft in a type. identity: texts that name the pair, types and kernels; with the machine they are
-    the key of the kept choice. estimated: chooses the type of a draft before it is loaded, from speeds that are kept;
-    None = all types are measured.
-    """
-    started = time.perf_counter()
-    if estimated is not None:
-        chosen = estimated()
-        logger.info("chose draft_quantization=%s in %.1f s", chosen, time.perf_counter() - started)
-        with suppress(ModelError):  # weights that are not finite can't be rounded
-            return load(chosen), chosen
-    path = choice_path(identity)
-    with suppress(ValueError, TypeError, KeyError, SpeculantError):
-        kept = read_measured(path)["draft_quantization"]
-        return load(kept), kept
-    drafts: dict[str | None, Checkpoint] = {None: load(None)}
-    for each in drafts[None].quantizations:
-        with suppress(ModelError):  # weights that are not finite can't be rounded
-            drafts[each] = load(each)
-    runs = list[Sequence[Run]]()
-    chosen = _measure(target, drafts, runs) if len(drafts) > 1 else None
-    logger.info("chose draft_quantization=%s in %.1f s", chosen, time.perf_counter() - started)
-    keep_choice(path, chosen, runs)
-    return drafts[chosen], chosen
-
-
-def choice_path(identity: Sequence[str]) -> Path:
-    """Return the file in which a choice is kept; identity: see `choose_precision`."""
-    return costs_folder() / f"{key_of([str(torch.get_num_threads()), *identity])}.precision.json"
-
-
-def keep_choice(path: Path, chosen: str | None, runs: Sequence[Sequence[Run]]) -> None:
-    """Keep a choice, unless the machine was busy. runs: those that it was made from."""
-    if is_steady(spread := spread_of(runs)):
-        write_file(path, {"draft_quantization": chosen, "spread": spread})
-
-
-def fastest(found: Sequence[Precision], pass_s: Callable[[int], float]) -> str | None:
-    """Return the type that is expected to be fastest, among drafts of which the first one is unchanged."""
-    best = max(found, key=lambda each: each.speed(pass_s))
-    return best.quantization if best.speed(pass_s) > (1 + LEAST_GAIN) * found[0].speed(pass_s) else None
-
-
-@torch.inference_mode()
-def _measure(target: CausalLM, drafts: dict[str | None, Checkpoint], runs: list[Sequence[Run]]) -> str | None:
-    size, pass_s = target.vocab_size, pass_seconds(target, runs)
-    own = drafts[None]
-    tokens = drawn(own, size, max(1, min(SAMPLE, own.model.max_positions - PROMPT)))
-    wanted = _probs(target, tokens, size)
-    found = list[Precision]()
-    for quantization, draft in drafts.items():
-        overlap = float(torch.minimum(wanted, _probs(draft.model, tokens, size)).sum(-1).mean())
-        found.append(Precision(quantization, overlap, *_draft_seconds(draft, size, runs)))
-        logger.info("a draft in %s: acceptance %.3f, %.2g s a token, %.2g s a draft", *vars(found[-1]).values())
-    return fastest(found, pass_s)
-
-
-def text_cache(model: CausalLM, size: int, length: int) -> tuple[KVCache, int | None]:
-    """Make a cache for one text of a length; return it with the sequence id of the text's source, which is encoded.
-
-    size: that of the target's vocabulary, to which the source's tokens belong. The id is None for a model without an
-    encoder.
-    """
-    if not model.needs.source:
-        return slotted_cache(model.cache_shape, 1, length), None
-    source = Source(_SOURCE, tuple(spread_token(place, size) for place in range(min(SOURCE, model.max_positions))))
-    cache = slotted_cache(model.cache_shape, 2, max(length, len(source.tokens)))
-    encode_sources(model, cache, [source])
-    return cache, source.seq_id
-
-
-def _draw(draft: Checkpoint, size: int, length: int, cache: KVCache, source: int | None) -> list[int]:
-    """Return a text of PROMPT tokens and `length` more, which a model draws at temperature 1."""
-    request = make_sequence(_TEXT, usual_tokens(PROMPT, size), DRAWN)
-    chain = Chain(request, request.tokens, length, KeyedChances(draft.backend.sampler).draft(request), source=source)
-    grow_chains(draft.model, [chain], cache, size, draft.backend.sampler)
-    cache.release(request.seq_id)
-    return [*chain.input_tokens, *chain.tokens]
-
-
-def drawn(draft: Checkpoint, size: int, length: int) -> list[int]:
-    """Return a text of PROMPT tokens and `length` more, which a model draws at temperature 1."""
-    return _draw(draft, size, length, *text_cache(draft.model, size, PROMPT + length))
-
-
-def _probs(model: CausalLM, tokens: Sequence[int], size: int) -> Tensor:
-    """Return a model's distributions [n, size] at temperature 1 after each of the drawn tokens but the last."""
-    cache, source = text_cache(model, size, len(tokens))
-    inputs = SequenceInput(_TEXT, known(tokens, model.vocab_size), DraftTree.empty(), source=source)
-    batch = build_batch([inputs], cache, model.cache_shape.device)
-    hidden = model.forward(batch, cache.storage).last[PROMPT - 1 : -1]
-    return torch.softmax(fit_vocabulary(model.logits(hidden), size).double(), -1)
-
-
-def _draft_seconds(draft: Checkpoint, size: int, runs: list[Sequence[Run]]) -> tuple[float, float]:
-    """Return the seconds of each drafted token, and further seconds of a draft of any length."""
-    if mask_of(draft.model) is not None:  # a row for each token, in one pass
-        one, two = map(pass_seconds(draft.model, runs), (1, 2))
-        row = max(two - one, 1e-9)
-        return row, max(0.0, one - row)
-
-    cache = text_cache(draft.model, size, PROMPT + 5)
-    seconds = timed(lambda length: _draw(draft, size, length, *cache), [1, 5], runs)
-    return max((seconds[5] - seconds[1]) / 4, 1e-9), 0.0
-
-
-def pass_seconds(model: CausalLM, runs: list[Sequence[Run]]) -> Callable[[int], float]:
-    """Return a function of a number of rows: the seconds of a model's pass, linear between those measured.
-
-    runs: gets those that were timed.
-    """
-    rows = [1, 8]
-    cache, source = text_cache(model, model.vocab_size, max(rows))
-
-    def run(count: int) -> None:
-        inputs = SequenceInput(_TEXT, [0] * count, DraftTree.empty(), source=source)
-        batch = build_batch([inputs], cache, model.cache_shape.device)
-        model.logits(model.forward(batch, cache.storage).last)
-        cache.release(inputs.seq_id)
-
-    seconds = timed(run, rows, runs)
-    slope = (seconds[8] - seconds[1]) / 7
-    return lambda count: seconds[1] + (count - 1) * slope

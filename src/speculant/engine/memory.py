@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +29,6 @@ import torch
 
 from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.config import USUAL_CONTEXT, EngineConfig, Limits
-from speculant.engine.cgroups import free_in_cgroups
 from speculant.errors import CapacityError
 from speculant.lengths import DEPTHS
 
@@ -49,9 +48,9 @@ class CacheMemory:
     def __init__(
         self, config: EngineConfig, limits: Limits, target: CacheShape, budget: int, has_source: bool = False
     ) -> None:
-        self._config, self.limits, self._target, self._has_source = config, limits, target, has_source
+        self._config, self.limits, self._shape, self._has_source = config, limits, target, has_source
         self._left = self._budget = budget
-        self.made: list[KVCache] = []
+        self.target: KVCache | None = None  # its cache, once it is made
 
     @classmethod
     def of(
@@ -79,7 +78,8 @@ class CacheMemory:
 
     def make_target(self) -> KVCache:
         """Make the target's cache of all that is left; CapacityError if not one sequence of max_model_len fits."""
-        return self._make(self._target_need, self._left, "target")
+        self.target = self._make(self._target_need, self._left, "target")
+        return self.target
 
     def make(self, shape: CacheShape) -> KVCache:
         """Make a cache for a drafter, leaving room for as many positions of the target's; raises CapacityError too."""
@@ -87,7 +87,7 @@ class CacheMemory:
 
     @property
     def _target_need(self) -> Need:
-        return Need(self._target, self._config.block_size, self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+        return Need(self._shape, self._config.block_size, self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
 
     def _draft_need(self, shape: CacheShape) -> Need:
         """Return a drafter's need: a sequence keeps a round's input tokens and draft until it is drafted for again."""
@@ -103,7 +103,6 @@ class CacheMemory:
             "%s cache: %d blocks of %d positions, %.1f MiB",
             self._config.kv_cache_backend, cache.num_blocks, cache.block_size, size / 2**20,
         )  # fmt: skip
-        self.made.append(cache)
         return cache
 
     def _make_paged(self, need: Need, left: int, whose: str, others: tuple[Need, ...]) -> tuple[KVCache, int]:
@@ -244,3 +243,69 @@ def _available(root: Path) -> int:
     except OSError:
         return FALLBACK
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), FALLBACK)
+
+
+@dataclass(frozen=True)
+class _Version:
+    tree: str
+    limit: str
+    usage: str
+    cached: tuple[str, ...]  # entries of memory.stat: pages of files, which the system drops when it needs memory
+
+
+_V1 = _Version(
+    "sys/fs/cgroup/memory",
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+_V2 = _Version("sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file"))
+
+
+def free_in_cgroups(root: Path = Path("/")) -> int | None:
+    """Return the bytes that this process's control groups leave it, at least 0; None = no group has a limit.
+
+    Containers set such limits, and /proc/meminfo does not show them:
+
+        /proc/self/cgroup   0::/kubepods/pod1/box                    v2, one hierarchy
+                            4:memory:/docker/1f0                     v1, one per controller
+        the tree            kubepods/pod1/box, kubepods/pod1, kubepods, root: each may have a limit
+
+    Sources: Linux, admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1/memory.rst. The pages of files of a group
+    count as free, as they do in MemAvailable. `root` is the root of the file system, another one in tests.
+    """
+    free = [each for version, group in _groups(root) for each in _free(version, root / version.tree, group)]
+    return max(0, min(free)) if free else None
+
+
+def _groups(root: Path) -> Iterator[tuple[_Version, str]]:
+    """Yield the groups of this process that can limit its memory."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            yield _V2, group
+        elif "memory" in controllers.split(","):
+            yield _V1, group
+
+
+def _free(version: _Version, tree: Path, group: str) -> Iterator[int]:
+    """Yield the free bytes of a group and of each group around it. A container may hide the inner part of the path."""
+    parts = [part for part in group.split("/") if part not in ("", "..")]
+    for depth in range(len(parts) + 1):
+        folder = tree.joinpath(*parts[:depth])
+        limit, usage = _read(folder / version.limit).strip(), _read(folder / version.usage).strip()
+        if limit.isdecimal() and usage.isdecimal():
+            yield int(limit) - int(usage) + _cached(version, folder)
+
+
+def _cached(version: _Version, folder: Path) -> int:
+    entries = (line.split() for line in _read(folder / "memory.stat").splitlines())
+    return sum(int(value) for name, value in entries if name in version.cached)
+
+
+def _read(path: Path) -> str:
+    """Return a file's content, or "" if there is no such file: a group without a limit has none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return ""

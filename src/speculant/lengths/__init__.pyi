@@ -38,4 +38,10 @@ from .measuring import (
     timed as timed,
     usual_tokens as usual_tokens,
 )
-from .plan import Array as Array, Offers as Offers, choose_jointly as choose_jointly, choose_scored as choose_scored
+from .plan import (
+    LONGEST as LONGEST,
+    Array as Array,
+    Offers as Offers,
+    choose_jointly as choose_jointly,
+    choose_scored as choose_scored,
+)

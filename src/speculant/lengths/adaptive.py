@@ -10,7 +10,7 @@ one schedule of experiments. The engine calls, in each step that is not paused:
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakSet
@@ -53,35 +53,48 @@ BUDGET = 0.002  # of the time, for each experiment
 
 
 @dataclass
-class Lookups:
-    """What a call of a method with scores gains, which drafts nothing in most steps of an unfamiliar text.
+class MethodRecord:
+    """What is known of a method.
 
-    gain: tokens accepted, without those of plain steps in the time that their verification takes. seconds: the time of
-    a call, for each sequence.
+    has_scores: whether its last drafts had some. silent: its calls in a row that returned no draft. gain, seconds: of a
+    call to a method with scores, which drafts nothing in most steps of an unfamiliar text: tokens accepted, without
+    those of plain steps in the time that their verification takes, and the time for each sequence.
     """
 
+    acceptance: MethodAcceptance = field(default_factory=MethodAcceptance)  # of drafts without scores
+    scored: MethodAcceptance = field(default_factory=MethodAcceptance)
+    has_scores: bool = False
+    silent: int = 0
     gain: float = 1.0
     seconds: Mean = field(default_factory=Mean)
 
 
 @dataclass
-class ObservedStep:
-    """A step's outcomes in sum.
+class MethodStep:
+    """A method's outcomes in a step.
 
-    scored: methods whose drafts had scores; unscored: those of drafts without; drafted: of both; came: methods that
-    returned draft nodes or look-ahead rows; methods: all that were asked; forced: those of sequences with forced
-    tokens. asked: outcomes of drafters that were asked, with the missing nodes that say something about them.
-    rows: of drafts in the pass, among them `forced_rows`. accepted: nodes. depth: of the deepest draft that was asked
-    for. late: a drafter processed a backlog.
+    asked: with the missing nodes that say something about the drafter. scored: there were drafts with scores; unscored:
+    verified ones without. came: draft nodes or look-ahead rows were verified. forced: tokens of a sequence were forced.
     """
 
-    scored: set[str]
-    unscored: set[str] = field(default_factory=set)
-    drafted: set[str] = field(default_factory=set)
-    came: set[str] = field(default_factory=set)
-    methods: set[str] = field(default_factory=set)
-    forced: set[str] = field(default_factory=set)
     asked: list[DraftOutcome] = field(default_factory=list)
+    scored: bool = False
+    unscored: bool = False
+    came: bool = False
+    forced: bool = False
+
+
+@dataclass
+class ObservedStep:
+    """The outcomes of a step.
+
+    rows: of drafts in the pass, among them those of forced tokens. accepted: drafted nodes. depth: of the deepest draft
+    that was asked for. late: a drafter processed a backlog.
+    """
+
+    methods: defaultdict[str, MethodStep] = field(default_factory=lambda: defaultdict(MethodStep))
+    drafted: bool = False
+    forced: bool = False
     rows: int = 0
     forced_rows: int = 0
     accepted: int = 0
@@ -145,13 +158,9 @@ class Adaptive(DraftLength):
         self._longest, self._trees, self._look_ahead_rows, self._selects = longest, trees, look_ahead_rows, selects
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
         self._experiments, self._backlogs = Experiments(), Backlogs(self._costs)
-        self._acceptance: defaultdict[str, MethodAcceptance] = defaultdict(MethodAcceptance)  # of drafts without scores
-        self._scored_acceptance: defaultdict[str, MethodAcceptance] = defaultdict(MethodAcceptance)
+        self._methods: defaultdict[str, MethodRecord] = defaultdict(MethodRecord)
         self._plan = StepPlan([], [], 0)
-        self._lookups: defaultdict[str, Lookups] = defaultdict(Lookups)
-        self._silent = Counter[str]()  # each method's calls in a row that returned no draft
         self._met: WeakSet[Request] = WeakSet()  # whose texts were looked up at least once
-        self._scored: set[str] = set()  # methods whose last drafts had scores
         self._scores: dict[int, ScoredDraft] = {}  # of this step, by sequence id
         self._drawn: dict[int, int] = {}  # nodes that a model may draw, by sequence id, where this policy selects
         self._plain = PLAIN_STEPS  # steps since the last one with drafts
@@ -208,7 +217,11 @@ class Adaptive(DraftLength):
         """Whether to begin some steps without drafts: only they show how long they take."""
         self._experiments.end("plain")
         price = PLAIN_STEPS * before.gain / (1 + before.gain)
-        if not before.gain or self._scored.issuperset(methods) or self._experiments.left("plain"):
+        if (
+            not before.gain
+            or all(self._methods[each].has_scores for each in methods)
+            or self._experiments.left("plain")
+        ):
             return False
         self._experiments.begin("plain", price=price)
         return True
@@ -218,19 +231,19 @@ class Adaptive(DraftLength):
 
         Sequences whose drafts have scores get the longest: their drafts are cut by the scores.
         """
-        most, silent = [self._most(request) for request in requests], self._silent[method] >= PATIENCE
-        if silent and method not in self._scored:
+        known, most = self._methods[method], [self._most(request) for request in requests]
+        silent = known.silent >= PATIENCE
+        if silent and not known.has_scores:
             most = [min(self._probe(method), each) for each in most]
         elif self._selects(method):
             lengths = self._joint_lengths(plan, method, requests, most)
             self._drawn |= {request.seq_id: each for request, each in zip(requests, lengths, strict=True)}
             if any(lengths):
                 return most
-        elif method not in self._scored:
+        elif not known.has_scores:
             return self._joint_lengths(plan, method, requests, most)
-        lookups = self._lookups[method]
-        price = len(requests) * lookups.seconds.value / plan.steps_s(self._costs, 0)[0]
-        if silent or lookups.gain < len(requests) * price:  # a token takes a share of its pass
+        price = len(requests) * known.seconds.value / plan.steps_s(self._costs, 0)[0]
+        if silent or known.gain < len(requests) * price:  # a token takes a share of its pass
             if wait := self._experiments.left("look up", method):
                 plan.left = min(plan.left, wait)
                 most = [0 if request in self._met else each for request, each in zip(requests, most, strict=True)]
@@ -286,7 +299,7 @@ class Adaptive(DraftLength):
                 return tried
         plan.left = min(plan.left, experiments.left(*trial) or RESTS)  # one that is due may not be affordable
         for request in requests:
-            self._acceptance[method].forget(request, plan.left)
+            self._methods[method].acceptance.forget(request, plan.left)
         return counts
 
     def _probe(self, method: str) -> int:
@@ -296,12 +309,12 @@ class Adaptive(DraftLength):
 
     def _expected(self, method: str, requests: Sequence[Request], counts: Sequence[int]) -> float:
         """Return how many tokens of chains without scores are expected to be accepted."""
-        acceptance = self._acceptance[method]
+        acceptance = self._methods[method].acceptance
         return sum(sum(acceptance.survivals(each, count)) for each, count in zip(requests, counts, strict=True))
 
     def _offers(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> Offers:
         """Return the nodes that drafts without scores may have; chains end before one that is not worth its row."""
-        acceptance, tree = self._acceptance[method], self._trees(method)
+        acceptance, tree = self._methods[method].acceptance, self._trees(method)
         if tree is None or min(most) < tree[0]:
             pairs = zip(requests, most, strict=True)
             return Offers.of([acceptance.survivals(request, longest, ROW_SHARE) for request, longest in pairs])
@@ -314,7 +327,7 @@ class Adaptive(DraftLength):
         self._scores.clear()
         for draft in drafts:
             self._scores[draft.request.seq_id] = draft
-            acceptance = self._scored_acceptance[str(draft.request.drafter)]
+            acceptance = self._methods[str(draft.request.drafter)].scored
             survivals.append(acceptance.scored_survivals(draft, ROW_SHARE))
             parents.append(draft.parents)
             most += len(survivals[-1])
@@ -336,9 +349,10 @@ class Adaptive(DraftLength):
         draft_s = self._costs.drafts_s(method, sum(map(bool, self._drawn.values())), length)[-2:, length]
         drawn_s = float(draft_s[1] - draft_s[0])  # of one more sequence
         pass_s = plan.steps_s(self._costs, max(length, len(scores)))
-        drawn = sum(self._acceptance[method].survivals(request, length)) - plan.rate * (drawn_s + pass_s[length])
+        known = self._methods[method]
+        drawn = sum(known.acceptance.survivals(request, length)) - plan.rate * (drawn_s + pass_s[length])
         draft, nodes, gain = ScoredDraft(request, scores, parents), 0, 0.0
-        for survival in self._scored_acceptance[method].scored_survivals(draft, ROW_SHARE):
+        for survival in known.scored.scored_survivals(draft, ROW_SHARE):
             nodes, gain = nodes + 1, gain + survival
             if gain - plan.rate * pass_s[nodes] >= drawn:
                 return True
@@ -354,54 +368,50 @@ class Adaptive(DraftLength):
 
     @override
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
-        plan, step = self._plan, ObservedStep({str(draft.request.drafter) for draft in self._scores.values()})
+        plan, step = self._plan, ObservedStep()
+        for draft in self._scores.values():
+            step.methods[str(draft.request.drafter)].scored = True
         for outcome in outcomes:
             self._count(step, outcome)
-        silent, draft_s = self._note_silence(step), timing.draft_s
-        step_s, rows = draft_s + timing.verify_s + timing.rest_s, step.forced_rows
-        gained = 1 + step.accepted / max(1, len(plan.lengths))
+        draft_s, rows = timing.draft_s, step.forced_rows
+        step_s, gained = draft_s + timing.verify_s + timing.rest_s, 1 + step.accepted / max(1, len(plan.lengths))
         self._experiments.lose(step_s / plan.steps_s(self._costs, rows)[rows] * (1 + plan.gain) - gained)
-        for method in silent | step.unscored:
-            if self._experiments.end("draft", method):
-                plan.left = 0
-        if step.scored - self._scored or (step.drafted & self._scored) - step.scored:
-            self._scored = (self._scored - step.drafted) | step.scored
-            plan.left = 0
+        for method in {*plan.planned, *plan.asked, *step.methods}:
+            self._follow_method(method, step.methods[method])
         for method in plan.asked:
-            self._note_lookups(method, step, draft_s)
+            self._note_lookups(method, step.methods[method], draft_s)
         if step.drafted:
             self._plain = 0
             if plan.pure:
                 self._follow(step, timing, draft_s)
-        elif plan.pure and plan.lengths and not any(plan.lengths) and not step.forced:
+        elif plan.pure and plan.lengths and not (any(plan.lengths) or step.forced):
             self._follow_plain(timing)
 
     def _count(self, step: ObservedStep, outcome: DraftOutcome) -> None:
         """Count an outcome, and learn from it how likely the method's drafts are accepted."""
-        request, method, rows = outcome.request, str(outcome.request.drafter), sum(outcome.drafted)
-        rows += outcome.look_ahead_rows
+        request, method, nodes = outcome.request, str(outcome.request.drafter), sum(outcome.drafted)
+        own, rows = step.methods[method], nodes + outcome.look_ahead_rows
         step.rows += rows
         if outcome.forced:
-            step.forced.add(method)
+            own.forced = step.forced = True
             step.forced_rows += rows
             return
         if outcome.missing:
             outcome = self._without_usual(outcome, method)
         draft = self._scores.get(request.seq_id)
-        step.asked.append(outcome)
-        step.methods.add(method)
+        own.asked.append(outcome)
+        own.came = own.came or rows > 0
         step.depth = max(step.depth, len(outcome.drafted) + outcome.missing)
-        if rows:
-            step.came.add(method)
-        if outcome.drafted:
-            step.drafted.add(method)
+        if nodes:
+            step.drafted = True
             step.accepted += sum(outcome.accepted)
             if draft is None:
-                step.unscored.add(method)
+                own.unscored = True
                 gained = sum(outcome.accepted[: sum(outcome.tested)])
                 step.late = self._backlogs.note(request) > LEAST_BACKLOG + gained or step.late
-        if outcome.drafted or method in self._plan.planned:
-            (self._acceptance if draft is None else self._scored_acceptance)[method].observe(outcome, draft)
+        if nodes or method in self._plan.planned:
+            known = self._methods[method]
+            (known.acceptance if draft is None else known.scored).observe(outcome, draft)
 
     def _without_usual(self, outcome: DraftOutcome, method: str) -> DraftOutcome:
         """Return an outcome without the missing nodes that say nothing about its drafter.
@@ -414,35 +424,34 @@ class Adaptive(DraftLength):
         fewer = self._look_ahead_rows(method) or (came and self._trees(method))
         return outcome._replace(missing=0 if fewer else max(0, most - came))
 
-    def _note_silence(self, step: ObservedStep) -> set[str]:
-        """Count calls that returned no draft; return their methods."""
-        plan, silent = self._plan, set[str]()
-        for method in {*plan.planned, *plan.asked}:
-            if method in step.came or method in step.scored:
-                self._silent[method] = 0
-            elif method in step.forced and method not in step.methods:
-                continue
-            elif method in plan.planned or self._silent[method] >= PATIENCE:
-                self._silent[method] += 1
-                silent.add(method)
-        return silent
+    def _follow_method(self, method: str, own: MethodStep) -> None:
+        """Note whether a method was silent and whether its drafts have scores, and end its trial."""
+        plan, known, ends = self._plan, self._methods[method], own.unscored
+        if method in plan.planned or method in plan.asked:
+            if own.came or own.scored:
+                known.silent = 0
+            elif (own.asked or not own.forced) and (method in plan.planned or known.silent >= PATIENCE):
+                known.silent += 1
+                ends = True
+        if ends and self._experiments.end("draft", method):
+            plan.left = 0
+        if (own.scored or own.unscored) and own.scored != known.has_scores:
+            known.has_scores = own.scored
+            plan.left = 0
 
-    def _note_lookups(self, method: str, step: ObservedStep, draft_s: float) -> None:
+    def _note_lookups(self, method: str, own: MethodStep, draft_s: float) -> None:
         """Update the gain and the time of a call to a method with scores."""
-        lookups, lengths, accepted, nodes, drawn = self._lookups[method], self._plan.lengths, 0, 0, False
-        for outcome in step.asked:
-            if outcome.drafted and outcome.request.drafter == method:
-                if outcome.request.seq_id in self._scores:
-                    accepted += sum(outcome.accepted)
-                    nodes += sum(outcome.drafted)
-                else:
-                    drawn = True
+        known, lengths, accepted, nodes = self._methods[method], self._plan.lengths, 0, 0
+        for outcome in own.asked:
+            if outcome.drafted and outcome.request.seq_id in self._scores:
+                accepted += sum(outcome.accepted)
+                nodes += sum(outcome.drafted)
         steps_s = self._plan.steps_s(self._costs, nodes)
         lost = (steps_s[nodes] / steps_s[0] - 1) * len(lengths)
-        lookups.gain += LOOKUP_MEMORY * (accepted - lost - lookups.gain)
-        if not drawn:
-            lookups.seconds.add(draft_s / max(1, sum(map(bool, lengths))))
-        silent = self._silent[method] - PATIENCE
+        known.gain += LOOKUP_MEMORY * (accepted - lost - known.gain)
+        if not own.unscored:  # else a model drafted as well
+            known.seconds.add(draft_s / max(1, sum(map(bool, lengths))))
+        silent = known.silent - PATIENCE
         self._experiments.end("look up", method, least=0 if silent < 0 else min(2**silent, RESTS))
 
     def _follow(self, step: ObservedStep, timing: StepTiming, draft_s: float) -> None:
@@ -450,9 +459,9 @@ class Adaptive(DraftLength):
         plan, rows = self._plan, step.rows
         attention_s = plan.attention.seconds(rows)
         self._costs.observe_step(self._experiments.step, plan.rows + rows, len(plan.lengths), timing, attention_s)
-        if len(step.methods) == 1 and not (step.late or step.forced or (self._scores and self._drawn)):
-            (method,) = step.methods
-            self._costs.observe_draft(method, len(step.asked), step.depth, draft_s)
+        asked = [(method, len(own.asked)) for method, own in step.methods.items() if own.asked]
+        if len(asked) == 1 and not (step.late or step.forced or (self._scores and self._drawn)):
+            self._costs.observe_draft(*asked[0], step.depth, draft_s)
         plan.seconds = []
 
     def _follow_plain(self, timing: StepTiming) -> None:

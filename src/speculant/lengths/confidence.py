@@ -16,9 +16,9 @@ from typing_extensions import override
 from speculant.errors import ConfigError, suggest
 from speculant.lengths.base import DraftLengthContext, ScoredDraft
 from speculant.lengths.fixed import Fixed
+from speculant.lengths.plan import LONGEST
 
 THRESHOLD = 0.4
-LONGEST = 16  # nodes of a draft unless the user sets a number
 
 
 class Confidence(Fixed):

@@ -291,7 +291,7 @@ class Backlogs:
     """
 
     def __init__(self, costs: StepCosts) -> None:
-        self._readings = costs.readings
+        self._costs = costs  # whose readings may be measured later
         self._seen: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
     def note(self, request: Request) -> int:
@@ -302,7 +302,7 @@ class Backlogs:
 
     def seconds(self, method: str, request: Request) -> float:
         """Return the seconds of a request's backlog."""
-        reading, seen = self._readings.get(method), self._seen.get(request, 0)
+        reading, seen = self._costs.readings.get(method), self._seen.get(request, 0)
         length = len(request.source) + len(request.tokens)
         return 0.0 if reading is None or length - seen < LEAST_BACKLOG else reading.seconds(seen, length)
 

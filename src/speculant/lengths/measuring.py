@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from math import exp, inf, log
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models import CausalLM, SequenceInput, build_batch, encode_sources, relative_reads_of
 from speculant.params import SamplingParams
 from speculant.sampling import row_maxima, sampling_settings
+from speculant.scheduling import NO_DRAFT
 from speculant.types import CommittedRows, DraftTree, Request
 
 logger = logging.getLogger(__name__)
@@ -61,24 +62,8 @@ DISAGREE = 1.5  # times the spread: a ratio of steps' times to kept ones, or of 
 PROCEDURE = "6"  # changes when the measurements change
 GOLDEN = 2654435769  # the golden ratio's fraction, times 2^32
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
-NO_DRAFT = DraftTree.empty()
 
 
-class Rounds(NamedTuple):
-    """How often something is timed.
-
-    least: the number of first sizes that are measured even if the budget is used up. runs: the least number of runs in
-    all. share: of the budget. is_warm: it has run before; else a first run, which takes memory and fills caches, is not
-    counted.
-    """
-
-    least: int = LEAST_SIZES
-    runs: int = LEAST_SIZES
-    share: float = 1.0
-    is_warm: bool = False
-
-
-ONCE_WARM = Rounds()
 Slices = Generator[None, None, None]
 Times = dict[int, list[Run]]  # the runs of each size
 
@@ -140,6 +125,7 @@ class Calibration(Measurement):
         self._seq_ids = itertools.count(1) if seq_ids is None else seq_ids
         self._places = itertools.count()  # of the tokens in measured passes
         self._source = self._make_source()
+        self._source_id = None if self._source is None else self._source.seq_id
         self._missed = list[int]()  # sizes of the runs that were left out, because requests held too many blocks
         self._runs = list[Sequence[Run]]()  # of passes and drafts, by size
 
@@ -169,18 +155,18 @@ class Calibration(Measurement):
         self._missed.clear()
         self._runs.clear()
         found = dict[str, Any]({"drafts": {}, "readings": {}})
-        yield from self._passes(found)
-        if 1 not in found["passes"]:
+        passes = found["passes"] = yield from self._passes()
+        if 1 not in passes:
             logger.info("requests left no room to measure the costs of passes: drafts have the usual costs")
             return
-        one_s = found["passes"][1]
-        yield from self._keys(found)
+        found["keys"] = yield from self._keys(passes)
         guard = Guard(logger, "and its drafts count as free")
         for method, drafter in self._drafters.items():
             try:
-                yield from self._measure_drafts(method, drafter, found["drafts"])
+                if curves := (yield from self._curves(drafter)):
+                    found["drafts"][method] = curves
                 if drafter.needs.own_cache and not drafter.needs.hidden_layers:
-                    yield from self._read(method, drafter, one_s, found["readings"])
+                    yield from self._read(method, drafter, passes[1], found["readings"])
             except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
                 guard.note(f"drafter {method!r}", error)
                 self._missed.append(0)
@@ -193,34 +179,30 @@ class Calibration(Measurement):
             why = "some are missing" if self._missed else "other programs were busy"
             logger.info("measured the costs of passes and drafts; %s: they are measured again at the next start", why)
 
-    # Passes
-
-    def _passes(self, found: dict[str, Any]) -> Slices:
+    def _passes(self) -> Generator[None, None, dict[int, float]]:
         """Measure the seconds of a pass and its distributions, by rows."""
         most = min(self._limits.max_model_len, self._limits.max_num_batched_tokens, self._free_tokens())
         sizes = [rows for rows in ROWS if rows <= max(1, most)]
-        rounds = yield from self._timing(0, sizes, Rounds(LEAST_ROWS, LEAST_PASSES))
-        self._runs.extend(rounds.values())
-        found["passes"] = least_seconds(rounds)
+        times = yield from self._timing(0, sizes, least=LEAST_ROWS, runs=LEAST_PASSES)
+        self._runs.extend(times.values())
+        return least_seconds(times)
 
-    def _keys(self, found: dict[str, Any]) -> Slices:
+    def _keys(self, short_s: Mapping[int, float]) -> Generator[None, None, KeyCosts]:
         """Measure the cost of attention after a long text, which consists of copies of one key."""
-        short_s, found["keys"] = found["passes"], KeyCosts()
         length = min(LONG_CONTEXT, self._limits.max_model_len - MANY_ROWS, self._free_tokens() - MANY_ROWS)
-        if length < LEAST_LONG or not {1, MANY_ROWS} <= short_s.keys():
-            return
-        rounds = yield from self._timing(length, [1, MANY_ROWS], Rounds(share=LONG_SHARE, is_warm=True))
-        long_s = least_seconds(rounds)
-        if not {1, MANY_ROWS} <= long_s.keys():
-            return
-        first_s, many_s = (max(0.0, long_s[rows] - short_s[rows]) / length for rows in (1, MANY_ROWS))
-        found["keys"] = KeyCosts(first_s / short_s[1], max(0.0, many_s - first_s) / (MANY_ROWS - 1) / short_s[1])
+        sizes = [1, MANY_ROWS]
+        if length < LEAST_LONG or not short_s.keys() >= {*sizes}:
+            return KeyCosts()
+        long_s = least_seconds((yield from self._timing(length, sizes, share=LONG_SHARE, is_warm=True)))
+        if not long_s.keys() >= {*sizes}:
+            return KeyCosts()
+        first_s, many_s = (max(0.0, long_s[rows] - short_s[rows]) / length for rows in sizes)
+        return KeyCosts(first_s / short_s[1], max(0.0, many_s - first_s) / (MANY_ROWS - 1) / short_s[1])
 
-    def _timing(self, length: int, sizes: Sequence[int], rounds: Rounds) -> Generator[None, None, Times]:
-        """Time passes of some rows after a text."""
-        seq_id = next(self._seq_ids)
-        text = partial(self._text, seq_id, length)
-        return timing(partial(self._decode, seq_id, length), sizes, rounds, text, self._missed)
+    def _timing(self, length: int, sizes: Sequence[int], **rounds: Any) -> Generator[None, None, Times]:
+        """Time passes of some rows after a text; rounds: see `timing`."""
+        own = next(self._seq_ids), length
+        return timing(partial(self._decode, *own), sizes, partial(self._text, *own), self._missed, **rounds)
 
     @contextmanager
     def _text(self, seq_id: int, length: int) -> Iterator[None]:
@@ -251,8 +233,6 @@ class Calibration(Measurement):
         batch = build_batch(inputs, self._cache, self._target.cache_shape.device)
         return self._target.forward(batch, self._cache.storage).last
 
-    # Sources
-
     def _make_source(self) -> Source | None:
         """Return the source of all measured texts; None = they have none."""
         if not self._target.needs.source:
@@ -260,10 +240,6 @@ class Calibration(Measurement):
         length = max(1, min(SOURCE_LENGTH, self._limits.max_source_len))
         tokens = tuple(spread_token(place, self._target.vocab_size) for place in range(length))
         return Source(next(self._seq_ids), tokens)
-
-    @property
-    def _source_id(self) -> int | None:
-        return None if self._source is None else self._source.seq_id
 
     def _free_tokens(self) -> int:
         """Return how many positions a measured text finds in the target's cache beside its source."""
@@ -295,19 +271,16 @@ class Calibration(Measurement):
             sources = [slots[-1] for slots in targets]
             cache.drop_unseen(seq_id)
 
-    # Drafters
-
-    def _measure_drafts(self, method: str, drafter: Drafter, drafts: dict[str, dict[int, dict[int, float]]]) -> Slices:
-        """Measure a drafter's curves, by the number of sequences."""
+    def _curves(self, drafter: Drafter) -> Generator[None, None, dict[int, dict[int, float]]]:
+        """Measure the seconds of drafts by the number of sequences, and by depth."""
         curves = dict[int, dict[int, float]]()
-        for many in SEQUENCES:
-            if many <= max(1, self._limits.max_num_seqs):
+        for count in SEQUENCES:
+            if count <= max(1, self._limits.max_num_seqs):
                 try:
-                    curves[many] = yield from self._drafts(drafter, many)
+                    curves[count] = yield from self._drafts(drafter, count)
                 except CapacityError:
-                    self._missed.append(many)
-        if curves:
-            drafts[method] = curves
+                    self._missed.append(count)
+        return curves
 
     def _drafts(self, drafter: Drafter, count: int) -> Generator[None, None, dict[int, float]]:
         """Measure the seconds of a draft for `count` sequences, by depth."""
@@ -334,13 +307,10 @@ class Calibration(Measurement):
 
     def _fill_target(self, drafting: Sequence[Request]) -> None:
         """Compute the target's keys and values of all tokens but the newest."""
-        source, inputs = self._source_id, list[SequenceInput]()
-        for each in drafting:
-            if len(each.tokens) > 1:
-                length = len(each.tokens)
-                inputs.append(SequenceInput(each.seq_id, each.tokens[:-1], NO_DRAFT, length=length, source=source))
-        if inputs:
-            self._forward(inputs)
+        source, length = self._source_id, len(drafting[0].tokens)
+        if length > 1:
+            ids_and_tokens = [(each.seq_id, each.tokens[:-1]) for each in drafting]
+            self._forward([SequenceInput(*each, NO_DRAFT, length=length, source=source) for each in ids_and_tokens])
 
     def _read(self, method: str, drafter: Drafter, slice_s: float, readings: dict[str, tuple[float, float]]) -> Slices:
         """Measure how long a drafter takes to read texts, up to the longest one that it reads within a slice."""
@@ -430,16 +400,22 @@ def timed(run: Callable[[int], object], sizes: Sequence[int], runs: list[Sequenc
 def timing(
     run: Callable[[int], object],
     sizes: Sequence[int],
-    rounds: Rounds = ONCE_WARM,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
     missed: list[int] | None = None,
+    *,
+    least: int = LEAST_SIZES,
+    runs: int = LEAST_SIZES,
+    share: float = 1.0,
+    is_warm: bool = False,
 ) -> Generator[None, None, Times]:
     """Return the runs of each round of `run` at the first sizes that have LEAST_ROUNDS rounds within the budget.
 
     Each run is a slice. around: makes a context for each run. missed: gets the sizes for which a cache has no room, and
-    which are left out. None = all fit.
+    which are left out. None = all fit. least: the number of first sizes that are measured even if the budget is used
+    up. runs: the least number of runs in all. share: of the budget. is_warm: it has run before; else a first run, which
+    takes memory and fills caches, is not counted.
     """
-    times, done, spent_s, budget_s, chosen = Times(), 0, 0.0, rounds.share * BUDGET_S, [*sizes]
+    times, done, spent_s, budget_s, chosen = Times(), 0, 0.0, share * BUDGET_S, [*sizes]
 
     def run_of(size: int) -> Run | None:
         try:
@@ -451,13 +427,13 @@ def timing(
             missed.append(size)
             return None
 
-    if not rounds.is_warm:
+    if not is_warm:
         run_of(sizes[0])
         yield
     for place, size in enumerate(chosen * MOST_ROUNDS):
-        if place == rounds.least:
+        if place == least:
             chosen = chosen[: max(LEAST_SIZES, int(budget_s / LEAST_ROUNDS * place / max(spent_s, 1e-9)))]
-        if spent_s > budget_s and done >= rounds.runs:
+        if spent_s > budget_s and done >= runs:
             break
         if size in chosen:
             own = run_of(size)

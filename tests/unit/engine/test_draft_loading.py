@@ -11,7 +11,15 @@ from typing import Any, cast
 import pytest
 
 from speculant import LLM, SamplingParams, files
-from speculant.engine import LargeDraft, Precision, choose_precision, draft_loading, draft_vocabulary
+from speculant.engine import (
+    LargeDraft,
+    Precision,
+    choose_precision,
+    draft_seconds,
+    draft_vocabulary,
+    keep_choice,
+    precision,
+)
 from speculant.errors import ModelError
 from speculant.lengths import measuring
 from speculant.models import Checkpoint, TimesWeights, load_model
@@ -74,7 +82,7 @@ def test_choice_is_kept_and_read_again(
         pytest.skip("the native kernels are not built")
     assert loaded == [None, *TYPES]
     file.write_text(kept_text)
-    monkeypatch.setattr(draft_loading, "timed", lambda *given: pytest.fail("it was measured again"))
+    monkeypatch.setattr(precision, "timed", lambda *given: pytest.fail("it was measured again"))
     loaded.clear()
     assert choose_precision(target, load, ["pair"])[1] == json.loads(kept_text)["draft_quantization"] == loaded[0]
     assert len(loaded) == 1
@@ -119,10 +127,10 @@ def test_a_draft_in_one_pass_costs_a_pass(
 ) -> None:
     """A chain of tokens costs a pass for each, at 0.5 s here; rows of one pass cost 0.1 s each."""
     model = SimpleNamespace(mask_token=mask)
-    monkeypatch.setattr(draft_loading, "timed", lambda run, sizes, runs: {1: 0.5, 5: 2.5})
-    monkeypatch.setattr(draft_loading, "text_cache", lambda model, size, length: (None, None))
-    monkeypatch.setattr(draft_loading, "pass_seconds", lambda own, runs: lambda rows: 0.9 + 0.1 * rows)
-    found = draft_loading._draft_seconds(cast(Checkpoint, SimpleNamespace(model=model)), 300, [])
+    monkeypatch.setattr(precision, "timed", lambda run, sizes, runs: {1: 0.5, 5: 2.5})
+    monkeypatch.setattr(precision, "text_cache", lambda model, size, length: (None, None))
+    monkeypatch.setattr(precision, "pass_seconds", lambda own, runs: lambda rows: 0.9 + 0.1 * rows)
+    found = draft_seconds(cast(Checkpoint, SimpleNamespace(model=model)), 300, [])
     assert found == pytest.approx(expected)
 
 
@@ -153,7 +161,7 @@ def test_large_draft_is_loaded_in_one_type(
     monkeypatch.setattr(type(target.backend), "row_seconds", row_seconds)
     folder, loaded = Path(checkpoints.near), list[str | None]()
     assert LargeDraft.open(folder, target, "float32", None) is None, "it is small"
-    monkeypatch.setattr(draft_loading, "LARGE_BYTES", 0)
+    monkeypatch.setattr(precision, "LARGE_BYTES", 0)
     large = LargeDraft.open(folder, target, "float32", None)
     assert large is not None
 
@@ -162,7 +170,7 @@ def test_large_draft_is_loaded_in_one_type(
         return load_model(checkpoints.near, "float32", role="draft", kernels="auto", quantization=quantization)
 
     for _ in range(2):
-        draft, chosen = choose_precision(target.model, load, ["pair"], large.fastest)
+        draft, chosen = choose_precision(target.model, load, ["pair"], large)
         assert chosen == expected
         assert draft.model.vocab_size
     assert not list(kept.glob("*.precision.json")), "the speeds are kept, see test_speeds.py"
@@ -190,7 +198,7 @@ def test_choice_of_a_busy_machine_is_not_kept(
 ) -> None:
     monkeypatch.setattr(files, "STEADY", 1.5)
     path = tmp_path / "choice.json"
-    draft_loading.keep_choice(path, "int8", [[files.Run(elapsed_s, 1.0)] * 3])
+    keep_choice(path, "int8", [[files.Run(elapsed_s, 1.0)] * 3])
     assert path.exists() == is_kept
     assert files.read_measured(path).get("draft_quantization") == ("int8" if is_kept else None)
 
@@ -200,7 +208,7 @@ def test_whatever_is_kept_with_costs_is_read_with_its_spread() -> None:
     package = Path(files.__file__).parent
     keeping = [path for path in package.rglob("*.py") if "costs_folder()" in path.read_text(encoding="utf-8")]
     assert {path.name for path in keeping} == {
-        "files.py", "draft_loading.py", "measuring.py", "speeds.py"
+        "files.py", "measuring.py", "precision.py", "speeds.py"
     }  # fmt: skip
     for path in keeping:
         text = path.read_text(encoding="utf-8")

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from speculant.engine import DraftSample, Precision, choose_precision, draft_loading
+from speculant.engine import (
+    PROMPT,
+    DraftSample,
+    Precision,
+    choose_precision,
+    drawn,
+    pass_seconds,
+    precision,
+    probs_along,
+)
 from speculant.lengths import measuring
 from speculant.models import load_model
 from tests.encoder_decoders import make_t5, write_t5
@@ -22,7 +31,7 @@ def test_drafts_of_models_with_encoders_are_measured(tmp_path: Path, monkeypatch
     folder, plain = write_t5(tmp_path / "t5", make_t5()), write_checkpoint(tmp_path / "plain")
     target = load_model(folder, "float32", kernels="auto")
     found = list[Precision]()
-    monkeypatch.setattr(draft_loading, "fastest", lambda measured, pass_s: found.extend(measured))
+    monkeypatch.setattr(precision, "fastest", lambda measured, pass_s: found.extend(measured))
     for draft in (folder, plain):
         load = partial(load_model, draft, "float32", "cpu", role="draft", kernels="auto")
         choose_precision(target.model, lambda each, load=load: load(quantization=each), [draft])
@@ -36,10 +45,9 @@ def test_drafts_of_models_with_encoders_are_measured(tmp_path: Path, monkeypatch
 
 def test_measured_texts_read_a_source(tmp_path: Path) -> None:
     checkpoint = load_model(write_t5(tmp_path / "t5", make_t5()), "float64")
-    drawn = draft_loading.drawn(checkpoint, VOCAB_SIZE, 12)
-    probs = draft_loading._probs(checkpoint.model, drawn, VOCAB_SIZE)
-    assert len(drawn) == draft_loading.PROMPT + 12
-    assert float(probs.gather(1, torch.tensor(drawn[draft_loading.PROMPT :])[:, None]).min()) > 0
-    sample = DraftSample.of(checkpoint, drawn)
-    assert torch.equal(sample.probs[draft_loading.PROMPT - 1 : -1], probs)
-    assert draft_loading.pass_seconds(checkpoint.model, [])(3) > 0
+    tokens = drawn(checkpoint, VOCAB_SIZE, 12)
+    probs = probs_along(checkpoint.model, tokens, VOCAB_SIZE)
+    assert len(tokens) == PROMPT + 12
+    assert float(probs[PROMPT - 1 : -1].gather(1, torch.tensor(tokens[PROMPT:])[:, None]).min()) > 0
+    assert torch.equal(DraftSample.of(checkpoint, tokens).probs, probs)
+    assert pass_seconds(checkpoint.model, [])(3) > 0

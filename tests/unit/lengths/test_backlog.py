@@ -42,6 +42,14 @@ def test_a_backlog_takes_the_measured_time() -> None:
     assert backlogs.seconds("some", request) == pytest.approx(100 * 0.008 + 100 * 1050 * 1e-6)
 
 
+def test_readings_that_are_measured_later_count() -> None:
+    later = StepCosts(PASSES, DRAFTS)
+    backlogs, request = Backlogs(later), request_of(1000, 10)
+    assert backlogs.seconds("some", request) == 0.0
+    later.readings = {"some": READING}
+    assert backlogs.seconds("some", request) > 0.0
+
+
 def test_a_source_is_read_once() -> None:
     backlogs = Backlogs(costs())
     request = make_request([1] * 2, params=SamplingParams(max_tokens=50), source=(1,) * 98)

@@ -99,15 +99,17 @@ def test_calibration_measures_the_time_of_attention(
     seen = list[tuple[int, int]]()
     timing = measuring.timing
 
-    def rounds(run: partial[None], sizes: list[int], *rest: Any) -> Generator[None, None, measuring.Times]:
+    def rounds(
+        run: partial[None], sizes: list[int], *rest: Any, **options: Any
+    ) -> Generator[None, None, measuring.Times]:
         if isinstance(run, partial):
             keys = 1 + run.args[1]
             seen.extend((keys, size) for size in sizes)
-            with rest[1]():
+            with rest[0]():
                 run(sizes[0])
             yield
             return {rows: [Run(1e-3 + 1e-6 * keys * rows, 1e-3)] for rows in sizes}
-        return (yield from timing(run, sizes, *rest))
+        return (yield from timing(run, sizes, *rest, **options))
 
     monkeypatch.setattr(measuring, "timing", rounds)
     costs = engine(checkpoints).engine._context.draft_length._policy._costs  # type: ignore[attr-defined]
@@ -148,8 +150,8 @@ def test_calibration_of_a_slow_model_measures_few_sizes(kept: Path) -> None:
     assert measuring.timed(run, [1, 8, 4, 2], []).keys() == {1, 8}
     assert asked == [1, 1, 8]
     asked.clear()
-    wanted = measuring.Rounds(measuring.LEAST_ROWS, measuring.LEAST_PASSES, 0.1, True)
-    rounds = measuring.finished(measuring.timing(run, [1, 8, 16, 4], wanted))
+    wanted: dict[str, Any] = {"least": measuring.LEAST_ROWS, "runs": measuring.LEAST_PASSES, "share": 0.1}
+    rounds = measuring.finished(measuring.timing(run, [1, 8, 16, 4], **wanted, is_warm=True))
     assert {size: len(own) for size, own in rounds.items()} == {1: 2, 8: 1, 16: 1}
     assert asked == [1, 8, 16, 1], "nothing runs without being counted"
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from speculant.errors import ConfigError
-from speculant.lengths import Confidence, DraftLengthContext, ScoredDraft, build, stop_below
-from speculant.lengths.confidence import LONGEST
+from speculant.lengths import LONGEST, Confidence, DraftLengthContext, ScoredDraft, build, stop_below
 from tests.models import make_request
 from tests.unit.scheduling.driver import Driver, slots
 
