@@ -217,7 +217,7 @@ def test_a_cache_of_wrong_positions_is_noticed(write: Any, monkeypatch: pytest.M
 
 
 def test_an_unknown_argument_of_attention_is_not_ignored(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_PLAIN", frozenset({"dropout"}))
+    monkeypatch.setattr(backend, "_PLAIN", frozenset({"dropout"}))
     checkpoint = load(write("gemma2")[0], "gemma2")
     assert isinstance(checkpoint.model, RecomputedDecoder)
     assert "its attention has the argument" in checkpoint.kernels
