@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from speculant import LLM, SamplingParams
 from speculant.cache.factory import slotted_cache
 from speculant.cli.main import app
-from speculant.drafting.heads import eagle3, three_states
+from speculant.drafting.heads import eagle3, page
 from speculant.drafting.heads.folder import HeadFolder
 from speculant.errors import ConfigError
 from speculant.files import read_json
@@ -208,7 +208,7 @@ def test_a_folder_has_the_measured_acceptance(
     objective, texts = new_objective("eagle3", tmp_path, target, depth=2, draft_vocab=draft_vocab)
     measured = job.finish(config, job.new_trainer(config, target, objective)).acceptance
     folder = HeadFolder.open(str(tmp_path), "eagle3")
-    assert three_states.read_layers(folder, target) == objective.layers == (2, 1, 0)
+    assert page.three_layers(folder, target) == objective.layers == (2, 1, 0)
     model, encode = eagle3.load(folder, target)
     tokens = texts.tokens[2]
     states = encode(fresh_states(target, tokens.tolist(), objective.layers))
@@ -217,7 +217,7 @@ def test_a_folder_has_the_measured_acceptance(
         made = [draft_state(model, tokens, states, row - depth, depth) for row in range(1, SEQ - 1)]
         q = model.logits(torch.stack(made)).softmax(-1)
         assert float(torch.minimum(p[2:], q).sum(-1).mean()) == pytest.approx(measured.alpha[depth], abs=0.01)
-    known = three_states.read_tokens(folder, target)
+    known = page.read_tokens(folder, target)
     counts = texts.tokens[:2].flatten().bincount(minlength=target.vocab_size)
     assert len(known) == (draft_vocab or 0)
     if known:
