@@ -22,7 +22,7 @@ from typing import Any
 from speculant.drafting.base import Drafter
 from speculant.drafting.lookup import ngram, prompt_lookup, suffix
 from speculant.drafting.lookup.ngram import NgramDrafter
-from speculant.drafting.lookup.recent_match import LookupDrafter, LookupOptions
+from speculant.drafting.lookup.reading import LookupDrafter, LookupOptions
 from speculant.drafting.lookup.suffix import SuffixDrafter
 from speculant.kernels.suffix_index import SuffixAutomaton
 from speculant.lab.bench.runner import Benchmark, quartiles

@@ -18,7 +18,7 @@ import torch
 from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
 from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
-from speculant.drafting.lookup.recent_match import LookupDrafter, LookupOptions
+from speculant.drafting.lookup.reading import LookupDrafter, LookupOptions
 from speculant.drafting.lookup.suffix import SuffixDrafter, SuffixOptions
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, NODE_KINDS, Pair

@@ -12,11 +12,10 @@ from dataclasses import replace
 import pytest
 
 from speculant.config import Limits
-from speculant.drafting.base import Drafter
+from speculant.drafting.base import Drafter, Selection
 from speculant.drafting.composite import SubDrafter
 from speculant.drafting.fallback import FallbackDrafter
 from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
-from speculant.drafting.selection import Selection
 from speculant.lab.exactness.distributions import EXACT, Pair
 from speculant.lengths import adaptive as adaptive_length
 from speculant.lengths.adaptive import Adaptive

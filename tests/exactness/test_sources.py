@@ -22,8 +22,7 @@ from speculant.config import POLICIES, Limits
 from speculant.drafting.base import Drafter, DrafterNeeds
 from speculant.drafting.lookup.ngram import NgramDrafter, NgramOptions
 from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.model.sources import DraftSources
+from speculant.drafting.model.runner import DraftModelRunner, DraftSources
 from speculant.drafting.topology import ParallelChains, StaticTree, TreeTopology
 from speculant.lab.exactness.distributions import EXACT, FULL_SUPPORT, Pair, deviation
 from speculant.lab.exactness.tables import TableModel, conditioned

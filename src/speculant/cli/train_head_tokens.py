@@ -98,7 +98,7 @@ def _show(console: Console, out: Path, outcome: Mapping[str, Any]) -> None:
 def _make(files: list[Path], config: EngineConfig, out: Path, size: int | None) -> dict[str, Any]:
     import numpy as np
 
-    from speculant.drafting.model.head_tokens import save_head_tokens
+    from speculant.drafting.heads.short import save_head_tokens
     from speculant.lab.training.bigrams import count_tokens
     from speculant.text.token_files import read_sequences
     from speculant.text.tokenizer import Tokenizer

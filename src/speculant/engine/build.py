@@ -16,7 +16,7 @@ from typing import Any
 from speculant import plugins
 from speculant.cache.base import CacheShape, KVCache
 from speculant.config import DEFAULT_POLICY, EngineConfig, Limits, SpeculativeConfig, resolve
-from speculant.drafting.base import Drafter, DrafterContext, build_method
+from speculant.drafting.base import Drafter, DrafterContext, Selection, Selector, build_method
 from speculant.drafting.composite import Drafters
 from speculant.drafting.heads.folder import check_kind
 from speculant.drafting.methods import (
@@ -30,7 +30,6 @@ from speculant.drafting.methods import (
     method_facts,
     takes_model,
 )
-from speculant.drafting.selection import Selection, Selector
 from speculant.engine.calibration import START_S, Calibration
 from speculant.engine.draft_loading import (
     AUTO,

@@ -23,8 +23,8 @@ from speculant.cache.base import KVCache
 from speculant.cache.factory import slotted_cache
 from speculant.cache.sources import MEASURED, Source
 from speculant.drafting.growth import fit_vocabulary, grow_chains
+from speculant.drafting.model.drafter import mask_of
 from speculant.drafting.model.intersection import intersect
-from speculant.drafting.model.one_pass import mask_of
 from speculant.engine.calibration import requests, spread_token, timed
 from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.files import Run, costs_folder, is_steady, key_of, read_measured, spread_of, write_file

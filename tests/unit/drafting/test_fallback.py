@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speculant.drafting.base import DrafterNeeds, StatelessDrafter
+from speculant.drafting.base import DrafterNeeds, Selection, StatelessDrafter
 from speculant.drafting.composite import SubDrafter
 from speculant.drafting.fallback import FallbackDrafter
-from speculant.drafting.selection import Selection
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import ScriptedDrafter
 from tests.models import make_request

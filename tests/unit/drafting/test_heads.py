@@ -25,7 +25,7 @@ from speculant.config import Limits
 from speculant.drafting.base import Drafter, DrafterContext
 from speculant.drafting.growth import likeliest
 from speculant.drafting.heads.future import UNKNOWN, product_tree
-from speculant.drafting.model.head_tokens import save_head_tokens
+from speculant.drafting.heads.short import save_head_tokens
 from speculant.engine.calibration import Calibration
 from speculant.errors import ConfigError, ModelError, PairError, SpeculantError
 from speculant.kernels.native import usable_sets

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from speculant import LLM, SamplingParams
 from speculant.cache.base import KVStorage
 from speculant.cache.factory import slotted_cache
-from speculant.drafting.model.one_pass import OnePassDrafter, mask_of
+from speculant.drafting.model.drafter import OnePassDrafter, mask_of
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import StaticTree
 from speculant.errors import ModelError, PairError

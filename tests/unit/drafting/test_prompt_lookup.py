@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from speculant.drafting.base import DrafterContext
 from speculant.drafting.lookup import ngram, prompt_lookup
 from speculant.drafting.lookup.ngram import NgramDrafter
-from speculant.drafting.lookup.recent_match import LONGEST_SCORED, LookupDrafter, LookupOptions, RecentMatches
+from speculant.drafting.lookup.reading import LONGEST_SCORED, LookupDrafter, LookupOptions, RecentMatches
 from speculant.errors import ConfigError
 from speculant.sampling.chance import KeyedChances
 from tests.examples import examples

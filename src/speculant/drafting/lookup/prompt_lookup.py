@@ -8,7 +8,7 @@ observing take 3 to 13 microseconds a token, whatever the history (benchmarks/lo
 from __future__ import annotations
 
 from speculant.drafting.base import DrafterContext, Method, read_options
-from speculant.drafting.lookup.recent_match import LookupDrafter, LookupOptions
+from speculant.drafting.lookup.reading import LookupDrafter, LookupOptions
 
 METHOD = Method(default_length=5, varies=True)
 

@@ -22,8 +22,7 @@ from speculant.cache.base import KVCache
 from speculant.cache.part import part_of
 from speculant.drafting.base import DrafterContext
 from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.model.sources import DraftSources, TargetSources
+from speculant.drafting.model.runner import DraftModelRunner, DraftSources, TargetSources
 from speculant.drafting.topology import DynamicTree, TreeTopology
 from speculant.models.base import CausalLM
 from speculant.types import DraftTree, Request

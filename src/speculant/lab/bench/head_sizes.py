@@ -20,8 +20,7 @@ from torch import Tensor
 from speculant.cache.factory import slotted_cache
 from speculant.config import EngineConfig
 from speculant.drafting.base import Drafter
-from speculant.drafting.heads.short import FILE
-from speculant.drafting.model.head_tokens import KEY, save_head_tokens
+from speculant.drafting.heads.short import FILE, KEY, save_head_tokens
 from speculant.engine.build import build_drafters, load_target, load_tokenizer, method_name
 from speculant.engine.draft_loading import LEAST_GAIN, Precision, pass_seconds
 from speculant.engine.head_precision import ROOM, DraftSample

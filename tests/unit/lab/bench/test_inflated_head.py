@@ -15,7 +15,7 @@ from torch import Tensor
 
 from speculant import plugins
 from speculant.drafting.heads.folder import head_parts
-from speculant.drafting.model.head_tokens import save_head_tokens
+from speculant.drafting.heads.short import save_head_tokens
 from speculant.errors import ConfigError, ModelError, SpeculantError
 from speculant.kernels.native import usable_sets
 from speculant.lab.inflation.heads import inflate_head

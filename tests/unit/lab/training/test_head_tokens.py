@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from speculant import LLM, SamplingParams
 from speculant.cli.main import app
 from speculant.config import EngineConfig
-from speculant.drafting.model.head_tokens import read_head_tokens, save_head_tokens
+from speculant.drafting.heads.short import read_head_tokens, save_head_tokens
 from speculant.errors import ConfigError
 from speculant.kernels.native import usable_sets
 from speculant.lab.bench import head_sizes
