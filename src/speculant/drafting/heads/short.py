@@ -5,7 +5,7 @@ made by `speculant train head-tokens`. Reading the rows costs as much as a pass 
 dimension of the hidden states.
 
 A draft model may have a short output head too (FR-Spec, arXiv 2502.14856). A head of few rows is read faster. The
-model's probabilities are renormalised over these tokens, and other tokens have probability 0, so ratio rules stay exact.
+model's probabilities are renormalised over these tokens, and other tokens have probability 0: ratio rules stay exact.
 """
 
 from __future__ import annotations
