@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from speculant.cache.sources import Source
 from speculant.constraints import forced_tokens, prepare_masks
 from speculant.drafting.composite import Drafters
 from speculant.engine.guarded_length import GuardedLength
@@ -48,17 +49,19 @@ def propose(
 ) -> list[SequenceDraft]:
     """Return a draft for each item of a schedule; its tree is empty where nothing is drafted."""
     vocab_size, forces = target.vocab_size, False
-    drafts, constrained, requests = list[SequenceDraft](), list[SequenceDraft](), list[Request]()
+    drafts, constrained = list[SequenceDraft](), list[SequenceDraft]()
+    requests, sources = list[Request](), list[Source | None]()
     for item in schedule.items:
         drafts.append(SequenceDraft(item, item.tree))
         requests.append(item.request)
+        sources.append(item.source)
         if item.request.constraint is not None:
             drafts[-1].forced = _forced(item, vocab_size)
             forces = forces or len(drafts[-1].forced) > 0
             constrained.append(drafts[-1])
     paused = len(drafters.guarded) > 0 and bool(drafts) and draft_length.pauses(schedule)
     if drafters.guarded and drafts and (not paused or forces):
-        drafters.begin_all((item.request, item.source) for item in schedule.items)
+        drafters.begin_all(zip(requests, sources, strict=True))
         lengths = [0] * len(drafts) if paused else draft_length.choose(schedule)
         if any(lengths) or forces or draft_length.keeps_up:
             budget = DraftBudget(schedule, MOST_PROBS_BYTES // (8 * vocab_size))

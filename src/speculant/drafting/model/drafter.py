@@ -120,8 +120,10 @@ class ModelDrafter(StatelessDrafter):
             drafts = self._draw(drafting, topology)
         if searching:
             drafts |= self._draft_beams(searching)
-        empty = DraftTree.empty()
-        return [drafts.get(request.seq_id, empty) for request in requests]
+        found, empty = list[DraftTree](), DraftTree.empty()
+        for request in requests:
+            found.append(drafts.get(request.seq_id, empty))
+        return found
 
     def _draft_dynamic(self, drafting: Drafting, topology: DynamicTree) -> Proposals:
         """Draft dynamic trees, and chains as deep for requests with ratio rules, which such a shape would bias."""
