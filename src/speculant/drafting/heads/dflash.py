@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.cache.base import KVCache
 from speculant.drafting.base import DrafterContext, Method, read_options
@@ -106,8 +107,9 @@ class BlockRunner(HiddenStateRunner):
         self._block, self._shape = block, shape
         self.rows: Mapping[int, int] = {}  # of each sequence's block in this round
 
+    @override
     def plan(self, drafting: Drafting) -> list[Chain]:
-        """See the base: `limit` is 0 for a sequence without room for a block that is deep enough."""
+        """Set `limit` to 0 for a sequence without room for a block that is deep enough."""
         chains, plan, rows = super().plan(drafting), self.cache.plan(), dict[int, int]()
         for chain in chains:
             plan.take(chain.request.seq_id, len(chain.input_tokens))

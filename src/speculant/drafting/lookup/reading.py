@@ -49,8 +49,9 @@ class ReadingDrafter(StatelessDrafter):
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         return [self._propose_one(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
+    @override
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
-        """See `Drafter.roll_back`; only committed tokens were read."""
+        """Do nothing: only committed tokens were read."""
 
     @override
     def end(self, request: Request) -> None:
@@ -126,8 +127,9 @@ class RecentMatches(SequenceReader):
             self._tokens.append(token)
         self.seen += len(tokens)
 
+    @override
     def draft(self, limit: int, ahead: Sequence[int] = ()) -> DraftTree:
-        """See `SequenceReader.draft`. A copy that reaches the end of the text goes on with its own tokens."""
+        """Copy what followed the match; a copy that reaches the end of the text goes on with its own tokens."""
         end = len(self._tokens)
         self._append(ahead)  # and entered in no table
         try:

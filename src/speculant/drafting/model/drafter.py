@@ -100,8 +100,9 @@ class ModelDrafter(StatelessDrafter):
     def observe_source(self, request: Request, source: Source) -> None:
         self._runner.sources.observe(request, source)
 
+    @override
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
-        """See `Drafter.roll_back`; the runner compares the tokens in its cache with the request's anyway."""
+        """Do nothing: the runner compares the tokens in its cache with the request's anyway."""
 
     @override
     def catch_up(self, requests: Sequence[Request]) -> None:
