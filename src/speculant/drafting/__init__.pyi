@@ -4,6 +4,7 @@ from .base import (
     DrafterContext as DrafterContext,
     DrafterNeeds as DrafterNeeds,
     Method as Method,
+    Selection as Selection,
     StatelessDrafter as StatelessDrafter,
     build_method as build_method,
     complete as complete,
@@ -43,7 +44,13 @@ from .heads.folder import (
 )
 from .heads.future import UNKNOWN as UNKNOWN, product_tree as product_tree
 from .heads.hidden import HiddenDrafter as HiddenDrafter, HiddenStateRunner as HiddenStateRunner, Pending as Pending
-from .heads.short import FILE as FILE, output_rows as output_rows
+from .heads.short import (
+    FILE as FILE,
+    KEY as KEY,
+    output_rows as output_rows,
+    read_head_tokens as read_head_tokens,
+    save_head_tokens as save_head_tokens,
+)
 from .lookup.ngram import (
     NgramDrafter as NgramDrafter,
     NgramOptions as NgramOptions,
@@ -56,12 +63,13 @@ from .lookup.prediction import (
     PredictionDrafter as PredictionDrafter,
 )
 from .lookup.random import RandomDrafter as RandomDrafter
-from .lookup.reading import SequenceReader as SequenceReader, match_score as match_score
-from .lookup.recent_match import (
+from .lookup.reading import (
     LONGEST_SCORED as LONGEST_SCORED,
     LookupDrafter as LookupDrafter,
     LookupOptions as LookupOptions,
     RecentMatches as RecentMatches,
+    SequenceReader as SequenceReader,
+    match_score as match_score,
 )
 from .lookup.static import StaticDrafter as StaticDrafter, build as build
 from .lookup.suffix import (
@@ -92,15 +100,11 @@ from .methods import (
     takes_model as takes_model,
 )
 from .model.cascade import CascadeDrafter as CascadeDrafter, InnerDrafter as InnerDrafter, copy_of as copy_of
-from .model.drafter import ModelDrafter as ModelDrafter
-from .model.head_tokens import KEY as KEY, read_head_tokens as read_head_tokens, save_head_tokens as save_head_tokens
+from .model.drafter import ModelDrafter as ModelDrafter, OnePassDrafter as OnePassDrafter, mask_of as mask_of
 from .model.intersection import intersect as intersect
-from .model.one_pass import OnePassDrafter as OnePassDrafter, mask_of as mask_of
-from .model.runner import DraftModelRunner as DraftModelRunner
-from .model.sources import DraftSources as DraftSources
+from .model.runner import DraftModelRunner as DraftModelRunner, DraftSources as DraftSources
 from .model.specinfer import SpecInfer as SpecInfer
 from .model.target_cache import make_target_drafter as make_target_drafter
-from .selection import Selection as Selection
 from .topology import (
     DynamicTree as DynamicTree,
     ParallelChains as ParallelChains,

@@ -18,13 +18,46 @@ import torch
 from typing_extensions import override
 
 from speculant.cache import CacheShape, KVCache, Source
-from speculant.drafting.selection import Selection
 from speculant.errors import ConfigError, suggest
 from speculant.kernels import REFERENCE, Sampler
 from speculant.models import CausalLM, MappedVocabulary
 from speculant.sampling import Chances
 from speculant.text import Tokenizer
 from speculant.types import CommittedRows, DraftTree, Request
+
+
+class Selector(Protocol):
+    """What a draft-length policy decides about the drafts of one sequence."""
+
+    def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
+        """Whether a deterministic draft with scores is worth more than one that a model would draw.
+
+        scores, parents: those of its nodes, parents first, likeliest first.
+        """
+        ...
+
+    def longest_unscored(self, request: Request) -> int | None:
+        """Return the most nodes of a draft that a model draws in this step; None = no bound but the limit."""
+        ...
+
+
+@dataclass
+class Selection:
+    """Selects by an engine's draft-length policy; None = the first drafter with a draft."""
+
+    selector: Selector | None = None
+
+    def accepts(self, request: Request, tree: DraftTree) -> bool:
+        """Whether a draft is selected although a candidate drafter with a model remains."""
+        if self.selector is None or tree.scores is None or tree.probs is not None or request.search is not None:
+            return True
+        return self.selector.prefers(request, tree.scores, tree.parent_list)
+
+    def bound(self, request: Request, limit: int) -> int:
+        """Return a limit cut to the nodes that a model should draw."""
+        longest = self.selector.longest_unscored(request) if self.selector is not None else None
+        return limit if longest is None else min(limit, longest)
+
 
 T = TypeVar("T")
 
@@ -80,7 +113,7 @@ class DrafterNeeds:
     reads_prediction: it drafts from `Request.prediction`; a request with a prediction and another drafter is refused.
     nodes_per_beam: nodes that it drafts per beam and round of a beam search. Such a draft begins with the nodes of
     `search.beams.live_tree` and extends them. None = beam searches get no drafts.
-    selects: the draft-length policy selects between its sub-drafters' drafts (drafting/selection.py).
+    selects: the draft-length policy selects between its sub-drafters' drafts (drafting/base.py).
     """
 
     max_nodes: int | None = None

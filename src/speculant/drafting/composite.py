@@ -182,9 +182,6 @@ class Drafters(CompositeDrafter):
 
     @override
     def route(self, requests: Sequence[Request]) -> Routes:
-        if len(self.guarded) == 1:  # as nearly always
-            own = [request for request in requests if request.drafter in self._by_method]
-            return [(self.guarded[0], own)] if own else []
         by_method: dict[str | None, list[Request]] = {}
         for request in requests:
             by_method.setdefault(request.drafter, []).append(request)
@@ -248,11 +245,16 @@ class Drafters(CompositeDrafter):
     @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         """Return a checked draft for each sequence; an empty one where there is no drafter or it fails."""
-        proposed, limit_of = Proposals(), dict(zip(requests, limits, strict=True))
-        for each, own in self.route(requests):
-            proposed |= each.propose([(request, limit_of[request]) for request in own], self._vocab_size)
-        empty = DraftTree.empty()
-        return [proposed.get(request.seq_id, empty) for request in requests]
+        by_method: dict[str | None, list[tuple[Request, int]]] = {}
+        for pair in zip(requests, limits, strict=True):
+            by_method.setdefault(pair[0].drafter, []).append(pair)
+        proposed, drafts, empty = Proposals(), list[DraftTree](), DraftTree.empty()
+        for method, each in self._by_method.items():
+            if method in by_method:
+                proposed |= each.propose(by_method[method], self._vocab_size)
+        for request in requests:
+            drafts.append(proposed.get(request.seq_id, empty))
+        return drafts
 
     def observes(self, request: Request) -> bool:
         """Whether the drafter of a sequence observes."""

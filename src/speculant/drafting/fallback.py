@@ -1,6 +1,6 @@
 """Several drafters in order: per sequence and step, the first one with a draft proposes it.
 
-If a drafter with a model comes later and the draft-length policy selects (drafting/selection.py), a looked-up draft
+If a drafter with a model comes later and the draft-length policy selects (drafting/base.py), a looked-up draft
 must also be worth more than the model's draft.
 
 Each drafter proposes for the sequences that have no draft yet, in one call. Verification stays exact: whether a drafter
@@ -19,10 +19,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from speculant.drafting.base import DrafterContext, Method, read_options
+from speculant.drafting.base import DrafterContext, Method, Selection, read_options
 from speculant.drafting.composite import CompositeDrafter, SubDrafter, build_sub_drafters
 from speculant.drafting.guard import Proposals
-from speculant.drafting.selection import Selection
 from speculant.types import DraftTree, Request
 
 METHOD = Method(default_length=8, accepts_model=True, varies=True)

@@ -281,10 +281,9 @@ def grow_chains(
             assert isinstance(each, ChainGrowth)
             each.guess = tree
 
-    grow(
-        [ChainGrowth(chain, cache) for chain in others],
-        Passes([(model, cache)], vocab_size, sampler, prepare if guess else None),
-    )
+    if others:
+        passes = Passes([(model, cache)], vocab_size, sampler, prepare if guess else None)
+        grow([ChainGrowth(chain, cache) for chain in others], passes)
 
 
 def new_chains(drafting: Iterable[tuple[Request, int]], chances: Chances) -> list[Chain]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from speculant.cache import Source
 from speculant.constraints import forced_tokens, prepare_masks
 from speculant.drafting import Drafters
 from speculant.lengths import DraftOutcome, GuardedLength, num_rows
@@ -47,10 +48,12 @@ def propose(
 ) -> list[SequenceDraft]:
     """Return a draft for each item of a schedule; its tree is empty where nothing is drafted."""
     vocab_size, forces = target.vocab_size, False
-    drafts, constrained, requests = list[SequenceDraft](), list[SequenceDraft](), list[Request]()
+    drafts, constrained = list[SequenceDraft](), list[SequenceDraft]()
+    requests, sources = list[Request](), list[Source | None]()
     for item in schedule.items:
         drafts.append(SequenceDraft(item, item.tree))
         requests.append(item.request)
+        sources.append(item.source)
         if item.request.constraint is not None:
             drafts[-1].forced = _forced(item, vocab_size)
             forces = forces or len(drafts[-1].forced) > 0
@@ -58,7 +61,7 @@ def propose(
     drafting = len(drafters.guarded) > 0 and len(drafts) > 0
     lengths = draft_length.choose(schedule) if drafting else None
     if lengths is not None or (drafting and forces):
-        drafters.begin_all((item.request, item.source) for item in schedule.items)
+        drafters.begin_all(zip(requests, sources, strict=True))
         lengths = lengths or [0] * len(drafts)
         if any(lengths) or forces or draft_length.keeps_up:
             budget = DraftBudget(schedule, MOST_PROBS_BYTES // (8 * vocab_size))

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from speculant.drafting import Drafter, RecyclingOptions, SequenceReader, TokenRecycling, copy_of
-from speculant.drafting.lookup import ngram, recent_match, suffix
+from speculant.drafting.lookup import ngram, reading, suffix
 from speculant.types import Request
 from tests.models import VOCAB_SIZE, make_request
 
 TEXT = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 4, 1, 2]
 READERS: dict[str, Callable[[], SequenceReader]] = {
     "ngram": lambda: ngram.Predictor(ngram.NgramOptions()),
-    "recent match": lambda: recent_match.RecentMatches(recent_match.LookupOptions()),
+    "recent match": lambda: reading.RecentMatches(reading.LookupOptions()),
     "suffix": lambda: suffix.SuffixDrafter(suffix.SuffixOptions())._make(make_request([1])),
 }
 
@@ -42,7 +42,7 @@ def test_reader_forgets_tokens_that_are_ahead(name: str) -> None:
 SOURCE = [8, 30, 31, 32, 33, 34, 9]
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": lambda: ngram.NgramDrafter(ngram.NgramOptions()),
-    "prompt lookup": lambda: recent_match.LookupDrafter(recent_match.LookupOptions()),
+    "prompt lookup": lambda: reading.LookupDrafter(reading.LookupOptions()),
     "suffix": lambda: suffix.SuffixDrafter(suffix.SuffixOptions()),
     "token recycling": lambda: TokenRecycling(RecyclingOptions(), VOCAB_SIZE),
 }

@@ -9,7 +9,7 @@ a key and a value; nothing else is computed for it. The rows of a block leave th
 
 The whole block is computed even if fewer tokens are drafted, because the head was trained on whole blocks. It has fewer
 masks only if the cache has no room for all of them. A row does not know the tokens that other rows draft:
-drafting/model/one_pass.py describes the draws, and why all verification rules are exact.
+drafting/model/drafter.py describes the draws, and why all verification rules are exact.
 
 The head's folder has config.json and safetensors, as its authors or the `speculators` package write them. If the file
 has no embedding or no output head, the head uses the target's.
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.cache import KVCache
 from speculant.drafting.base import DrafterContext, Method, read_options
@@ -40,7 +41,7 @@ from speculant.drafting.heads.page import (
     load_head,
     with_own_head,
 )
-from speculant.drafting.model.one_pass import Mask, OnePass
+from speculant.drafting.model.drafter import Mask, OnePass
 from speculant.drafting.topology import StaticTree, tree_option
 from speculant.errors import ConfigError, ModelError, PairError
 from speculant.models import (
@@ -116,8 +117,9 @@ class BlockRunner(HiddenStateRunner):
         self._block, self._shape = block, shape
         self.rows: Mapping[int, int] = {}  # of each sequence's block in this round
 
+    @override
     def plan(self, drafting: Drafting) -> list[Chain]:
-        """See the base: `limit` is 0 for a sequence without room for a block that is deep enough."""
+        """Set `limit` to 0 for a sequence without room for a block that is deep enough."""
         chains, plan, rows = super().plan(drafting), self.cache.plan(), dict[int, int]()
         for chain in chains:
             plan.take(chain.request.seq_id, len(chain.input_tokens))

@@ -99,19 +99,22 @@ class FutureDrafter(StatelessDrafter):
         self._dtype = target.cache_shape.dtype
         self._states: dict[int, tuple[int, Tensor]] = {}  # by sequence: a position, and states [n, hidden] up to it
 
+    @override
     def observe(self, request: Request, rows: CommittedRows) -> None:
-        """See `Drafter.observe`: the newest state is kept."""
+        """Keep the newest state."""
         self._states[request.seq_id] = rows.start + len(rows.tokens) - 1, rows.hidden[0]
 
+    @override
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
-        """See `Drafter.roll_back`; only states of committed tokens are kept."""
+        """Do nothing: only states of committed tokens are kept."""
 
     @override
     def end(self, request: Request) -> None:
         self._states.pop(request.seq_id, None)
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`; a sequence whose newest state is not known gets no draft."""
+        """Draft nothing for a sequence whose newest state is not known."""
         ready = [
             (request, limit)
             for request, limit in zip(requests, limits, strict=True)

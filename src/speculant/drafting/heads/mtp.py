@@ -161,8 +161,9 @@ class ModuleRunner(HiddenStateRunner):
         followed = self._followed[request.seq_id]
         return followed.first + followed.length
 
+    @override
     def note(self, request: Request, tokens: Sequence[int]) -> None:
-        """See the base: rows of drafted tokens do not stay."""
+        """Record the rows of committed tokens alone."""
         committed = len(request.tokens) - self._shift - self.start(request)
         super().note(request, tokens[: max(0, committed)])
 

@@ -60,8 +60,9 @@ class LookAheadDrafter(FutureDrafter):
         self.inputs = inputs
         self._counts: dict[int, int] = {}  # of known states by sequence; the others are zero
 
+    @override
     def observe(self, request: Request, rows: CommittedRows) -> None:
-        """See `Drafter.observe`: the states of look-ahead rows are kept, if the pass had some."""
+        """Keep the states of look-ahead rows, if the pass had some."""
         if rows.ahead is None:
             self.end(request)
             return
@@ -75,8 +76,9 @@ class LookAheadDrafter(FutureDrafter):
         super().end(request)
         self._counts.pop(request.seq_id, None)
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`: at most as many tokens as there are states, and `limit` look-ahead rows."""
+        """Draft at most as many tokens as there are states, and add `limit` look-ahead rows."""
         known = [
             min(limit, self._counts.get(request.seq_id, 0)) for request, limit in zip(requests, limits, strict=True)
         ]

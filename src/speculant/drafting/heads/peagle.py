@@ -2,7 +2,7 @@
 
 The tokens whose states the target has computed have the same rows as in EAGLE-3. After them come mask rows, each with
 the embedding of a mask token and a trained state, `mask_hidden`, which is mapped like the target's three states. Mask
-row t, counted from 1, predicts the token t places after the next one. See drafting/model/one_pass.py for the draws and
+row t, counted from 1, predicts the token t places after the next one. See drafting/model/drafter.py for the draws and
 the cache.
 
 The head's folder is that of EAGLE-3 in the form of the `speculators` package or of vLLM. It also has the tensor
@@ -23,7 +23,7 @@ from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.heads.folder import MASK_STATE, MASK_TOKEN, HeadFolder, require_target
 from speculant.drafting.heads.hidden import Encode, HiddenDrafter, HiddenStateRunner
 from speculant.drafting.heads.page import NUM_STATES, load_head, three_states
-from speculant.drafting.model.one_pass import USUAL_LENGTH, Mask, OnePass
+from speculant.drafting.model.drafter import USUAL_LENGTH, Mask, OnePass
 from speculant.drafting.topology import StaticTree, tree_option
 from speculant.models import CausalLM
 

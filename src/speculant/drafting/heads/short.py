@@ -1,13 +1,18 @@
 """Short output heads: a head predicts some of the target's tokens, by their rows of the target's output head.
 
 The option `head_tokens` names a file of these tokens; the usual one is head_tokens.json in the head's folder. Both are
-made by `speculant train head-tokens` (drafting/model/head_tokens.py). Reading the rows costs as much as a pass of the
-output head with a row for each dimension of the hidden states.
+made by `speculant train head-tokens`. Reading the rows costs as much as a pass of the output head with a row for each
+dimension of the hidden states.
+
+A draft model may have a short output head too (FR-Spec, arXiv 2502.14856). A head of few rows is read faster. The
+model's probabilities are renormalised over these tokens, and other tokens have probability 0: ratio rules stay exact.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +20,35 @@ from torch import Tensor
 
 from speculant.drafting.heads.folder import HeadFolder
 from speculant.drafting.heads.future import OwnHeads
-from speculant.drafting.model.head_tokens import KEY, read_head_tokens
-from speculant.errors import PairError
+from speculant.errors import ConfigError, PairError
 from speculant.kernels import soft_cap
 from speculant.models import CausalLM, Described, linears_of, spread
 
+KEY = "head_tokens"
 FILE = f"{KEY}.json"
 ROWS = "lm_head.weight"
 _AT_A_TIME = 64  # dimensions
+
+
+def save_head_tokens(path: Path, tokens: Sequence[int]) -> None:
+    """Write the ids to a JSON file, in ascending order."""
+    path.write_text(json.dumps({KEY: sorted(tokens)}) + "\n", encoding="utf-8")
+
+
+def read_head_tokens(given: Any) -> tuple[int, ...]:
+    """Read the option `head_tokens`: a file of `speculant train head-tokens`; None = all tokens. Raises ConfigError."""
+    if given is None:
+        return ()
+    fix = 'make the file by `speculant train head-tokens` and set "head_tokens": "FILE.json".'
+    if not isinstance(given, str | Path) or not str(given):
+        raise ConfigError(f"head_tokens={given!r} names no file", fix)
+    try:
+        tokens = json.loads(Path(given).expanduser().read_text(encoding="utf-8"))[KEY]
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:  # RuntimeError: no such home, deep JSON
+        raise ConfigError(f"{given} is no file of head tokens: {type(error).__name__}: {error}", fix) from None
+    if not isinstance(tokens, list) or not tokens or not all(type(token) is int and token >= 0 for token in tokens):
+        raise ConfigError(f"{given} has no list of token ids", fix)
+    return tuple(sorted(set(tokens)))
 
 
 def short_tokens(given: Any, folder: HeadFolder, target: CausalLM) -> tuple[int, ...]:

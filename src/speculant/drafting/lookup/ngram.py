@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, Method, read_options
-from speculant.drafting.lookup.reading import ReadingDrafter, SequenceReader, match_score
-from speculant.drafting.lookup.recent_match import LookupDrafter, LookupOptions
+from speculant.drafting.lookup.reading import LookupDrafter, LookupOptions, ReadingDrafter, SequenceReader, match_score
 from speculant.errors import ConfigError
 from speculant.types import DraftTree
 

@@ -1,14 +1,14 @@
 """Prompt lookup: tokens that followed the same tokens earlier in source, prompt or output (arXiv 2211.17192, 3.6).
 
 The tokens after the longest match of up to `prompt_lookup_max` tokens are copied; the latest of equal matches counts.
-The tables of a sequence (recent_match.py) take at most 220 bytes per token of its text. Proposing and
+The tables of a sequence (reading.py) take at most 220 bytes per token of its text. Proposing and
 observing take 3 to 13 microseconds a token, whatever the history.
 """
 
 from __future__ import annotations
 
 from speculant.drafting.base import DrafterContext, Method, read_options
-from speculant.drafting.lookup.recent_match import LookupDrafter, LookupOptions
+from speculant.drafting.lookup.reading import LookupDrafter, LookupOptions
 
 METHOD = Method(default_length=5, varies=True)
 

@@ -8,12 +8,15 @@ steps without a draft. It reads the source of an encoder-decoder model first, be
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from typing_extensions import override
 
 from speculant.drafting.base import StatelessDrafter
+from speculant.errors import ConfigError
 from speculant.types import DraftTree, Request
 
 
@@ -46,8 +49,9 @@ class ReadingDrafter(StatelessDrafter):
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         return [self._propose_one(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
+    @override
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
-        """See `Drafter.roll_back`; only committed tokens were read."""
+        """Do nothing: only committed tokens were read."""
 
     @override
     def end(self, request: Request) -> None:
@@ -73,3 +77,115 @@ def match_score(length: int) -> float:
     right in 22, 42, 73 and 100 of 100 cases (of 8672, 978, 142 and 60); this function returns 33, 60, 80 and 92.
     """
     return length / (length + 2)
+
+
+TOKEN_BYTES = 4
+LONGEST_SCORED = 32  # tokens; a longer match is scored as this one
+
+
+@dataclass(frozen=True)
+class LookupOptions:
+    """The longest and the shortest match in tokens; the longest that is found is used."""
+
+    prompt_lookup_max: int = 8
+    prompt_lookup_min: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min={self.prompt_lookup_min} and prompt_lookup_max={self.prompt_lookup_max} are not a "
+                "range from 1 upwards",
+                "use for example prompt_lookup_min=1, prompt_lookup_max=8.",
+            )
+
+
+class RecentMatches(SequenceReader):
+    """The `SequenceReader` of one sequence. A place is the position of the token that followed a string.
+
+    The last place where the end of a text occurred, for drafters that copy the tokens after it.
+
+    For each length from `prompt_lookup_min` to `prompt_lookup_max` a table holds the latest places of strings of
+    tokens. A place moves on to the next table when a later one takes its entry. So every place is in one table at most,
+    and a token moves at most one place in each table. The latest longest match of the text's end is an entry of its own
+    end in one of the tables: a place after L matching tokens leaves the first L tables only for a later one after the
+    same L tokens. A token takes at most 220 bytes (110 to 130 on random tokens and on code).
+    """
+
+    def __init__(self, options: LookupOptions) -> None:
+        lengths = range(options.prompt_lookup_min, options.prompt_lookup_max + 1)
+        self._longest = options.prompt_lookup_max
+        self._tables: list[tuple[int, dict[bytes, int]]] = [(length, {}) for length in lengths]
+        self._tokens: list[int] = []
+        self.seen = 0
+        self._packed = bytearray()  # the tokens as bytes, of which keys are slices
+
+    @override
+    def update(self, tokens: Sequence[int]) -> None:
+        self._packed += array("i", tokens).tobytes()
+        for token in tokens:
+            self._enter(len(self._tokens))
+            self._tokens.append(token)
+        self.seen += len(tokens)
+
+    @override
+    def draft(self, limit: int, ahead: Sequence[int] = ()) -> DraftTree:
+        """Copy what followed the match; a copy that reaches the end of the text goes on with its own tokens."""
+        end = len(self._tokens)
+        self._append(ahead)  # and entered in no table
+        try:
+            return self._copied(limit)
+        finally:
+            del self._tokens[end:], self._packed[TOKEN_BYTES * end :]
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        self._packed += array("i", tokens).tobytes()
+        self._tokens += tokens
+
+    def _copied(self, limit: int) -> DraftTree:
+        place, length = self._find()
+        if length == 0:
+            return DraftTree.empty()
+        copied, period = self._tokens[place : place + limit], len(self._tokens) - place
+        while len(copied) < limit:
+            copied.append(copied[-period])
+        return DraftTree.chain(copied, scores=[match_score(length + depth) for depth in range(limit)])
+
+    def _enter(self, place: int) -> None:
+        """Enter a place as the latest; each one whose entry is taken moves on to the next table."""
+        for length, table in self._tables:
+            if length > place:
+                break
+            key = self._key(place, length)
+            earlier, table[key] = table.get(key), place
+            if earlier is None:
+                break
+            place = earlier
+
+    def _find(self) -> tuple[int, int]:
+        """Return the latest place of the longest match of the text's end, and its length; 0 = there is none."""
+        end, found, longest = len(self._tokens), 0, 0
+        for length, table in self._tables:
+            place = table.get(self._key(end, length)) if length <= end else None
+            if place is None or longest == self._longest:
+                break
+            matched = self._matched(place, length, self._longest)
+            if matched > longest:
+                found, longest = place, matched
+        return found, self._matched(found, longest, LONGEST_SCORED)
+
+    def _matched(self, place: int, length: int, most: int) -> int:
+        """Return how many tokens before a place equal the text's end, from `length` to `most`."""
+        tokens, most = self._tokens, min(most, place)
+        while length < most and tokens[place - length - 1] == tokens[-length - 1]:
+            length += 1
+        return length
+
+    def _key(self, place: int, length: int) -> bytes:
+        return bytes(self._packed[TOKEN_BYTES * (place - length) : TOKEN_BYTES * place])
+
+
+class LookupDrafter(ReadingDrafter):
+    """Copies the tokens after the longest match of the text's end; the latest of equal matches counts."""
+
+    def __init__(self, options: LookupOptions) -> None:
+        super().__init__(lambda request: RecentMatches(options))

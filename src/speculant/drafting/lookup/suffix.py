@@ -194,16 +194,18 @@ class SuffixDrafter(ReadingDrafter):
             lambda request: SuffixReader(open_index(settings), self.store, request.cache_salt, most_recent)
         )
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`. What a request has gained is learnt if that is a whole part."""
+        """Draft, and learn what a request has gained if that is a whole part."""
         drafts = super().propose(requests, limits)
         for request in requests:
             if self._gained(request) >= PART:
                 self._learn(request)
         return drafts
 
+    @override
     def end(self, request: Request) -> None:
-        """See `Drafter.end`. The rest of a finished output is learnt."""
+        """Forget the sequence, and learn the rest of a finished output."""
         super().end(request)
         if request.finish_reason in FINISHED and self._gained(request):
             self._learn(request)

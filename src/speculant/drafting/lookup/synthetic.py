@@ -54,8 +54,9 @@ class SyntheticDrafter(StatelessDrafter):
         keep = mix(position) < self._rate * 2**64
         return token if keep else (token + 1) % self._vocab_size
 
+    @override
     def end(self, request: Request) -> None:
-        """See `Drafter.end`: remember the longest continuation of each prompt."""
+        """Remember the longest continuation of each prompt."""
         key = request.source, request.prompt
         if request.finished and request.num_output >= len(self._scripts.get(key, [])):
             self._scripts[key] = request.output

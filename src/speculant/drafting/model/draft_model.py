@@ -1,6 +1,6 @@
 """A small model that drafts a chain token by token (arXiv 2211.17192), or a tree level by level (arXiv 2305.09781).
 
-A model that was trained to read masks drafts in one pass instead: see drafting/model/one_pass.py.
+A model that was trained to read masks drafts in one pass instead: see drafting/model/drafter.py.
 
 For a beam search it drafts continuations of the target's beams, with a wider beam (arXiv 2211.17192, A.4).
 """
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from speculant.drafting.base import DrafterContext, Method, read_options
-from speculant.drafting.model.drafter import ModelDrafter, make_drafter
-from speculant.drafting.model.head_tokens import read_head_tokens
-from speculant.drafting.model.one_pass import make_one_pass
+from speculant.drafting.heads.short import read_head_tokens
+from speculant.drafting.model.drafter import ModelDrafter, make_drafter, make_one_pass
 from speculant.drafting.topology import growing_tree_option
 from speculant.errors import ConfigError
 
@@ -26,7 +25,7 @@ class DraftModelOptions:
     """tree: children per node at each depth, as [3, 2, 1], or the ranks on the way to every node; None = a chain.
 
     It may also be "dynamic", or {"topk": 3, "depth": 6} with other numbers: see drafting/growth.py.
-    head_tokens: the file of a short head, see drafting/model/head_tokens.py; None = all tokens can be drawn.
+    head_tokens: the file of a short head, see drafting/heads/short.py; None = all tokens can be drawn.
     parallel: False = a model that could draft in one pass drafts token by token. encoder: "own", or "target" = an
     encoder-decoder draft model reads the results of the target's encoder, and its own encoder does not run.
     """

@@ -1,7 +1,7 @@
 """A small model that drafts all tokens in one pass, because it was trained to read masks: PARD (arXiv 2504.18583).
 
 Its config.json names the mask token as `pard_token`, as in AMD's checkpoints. `speculant train draft --parallel` makes
-such a model from a draft model. See drafting/model/one_pass.py for the pass.
+such a model from a draft model. See drafting/model/drafter.py for the pass.
 
 Memory: a KV cache, as for any draft model. Cost: one pass of the model, with a row for each drafted token.
 """
@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from speculant.drafting.base import DrafterContext, Method, read_options
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.head_tokens import read_head_tokens
-from speculant.drafting.model.one_pass import USUAL_LENGTH, make_one_pass, mask_of
+from speculant.drafting.heads.short import read_head_tokens
+from speculant.drafting.model.drafter import USUAL_LENGTH, ModelDrafter, make_one_pass, mask_of
 from speculant.drafting.topology import tree_option
 from speculant.errors import PairError
 from speculant.models import MASK

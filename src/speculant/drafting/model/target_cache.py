@@ -18,11 +18,12 @@ import sys
 from collections.abc import Sequence
 from functools import cached_property
 
+from typing_extensions import override
+
 from speculant.cache import KVCache, part_of
 from speculant.drafting.base import DrafterContext
 from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner
-from speculant.drafting.model.sources import DraftSources, TargetSources
+from speculant.drafting.model.runner import DraftModelRunner, DraftSources, TargetSources
 from speculant.drafting.topology import DynamicTree, TreeTopology
 from speculant.models import CausalLM
 from speculant.types import DraftTree, Request
@@ -54,23 +55,27 @@ class TargetCacheRunner(DraftModelRunner):
 
     @cached_property
     def sources(self) -> DraftSources:
-        """See the base: the target's, in the target's cache."""
+        """The encoded sources: the target's, in the target's cache."""
         return DraftSources(self.model, self.cache) if self._shared is None else TargetSources(self.model, self.cache)
 
+    @override
     def begin(self, request: Request) -> None:
-        """See the base; there is no state."""
+        """Do nothing: there is no state."""
 
+    @override
     def end(self, request: Request) -> None:
-        """See the base; the positions in the target's cache are the target's."""
+        """Leave the positions in the target's cache, which are the target's."""
         if self._shared is None:
             self.cache.release(request.seq_id)
         self.sources.release(request)
 
+    @override
     def note(self, request: Request, tokens: Sequence[int]) -> None:
-        """See the base; drafted tokens are given back."""
+        """Record nothing: drafted tokens are given back."""
 
+    @override
     def finish(self, request: Request) -> None:
-        """See the base; `give_back` drops the drafted tokens."""
+        """Wait for `give_back`, which drops the drafted tokens."""
 
     def give_back(self) -> None:
         """Drop the positions that drafts have added."""
@@ -79,8 +84,9 @@ class TargetCacheRunner(DraftModelRunner):
                 self.cache.truncate_to(seq_id, length)
         self._held.clear()
 
+    @override
     def _roll_back(self, request: Request) -> tuple[int, list[int]]:
-        """See the base: the target's positions are committed."""
+        """Return the target's positions, which are committed."""
         return self._held.setdefault(request.seq_id, self.cache.length(request.seq_id)), self.text(request)
 
 
@@ -89,15 +95,17 @@ class TargetCacheDrafter(ModelDrafter):
 
     _runner: TargetCacheRunner
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`; the target's cache is left as it was, even by an error."""
+        """Leave the target's cache as it was, also after an error."""
         try:
             return super().propose(requests, limits)
         finally:
             self._runner.give_back()
 
+    @override
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """See `Drafter.catch_up`; there is no backlog."""
+        """Do nothing: there is no backlog."""
 
 
 def make_target_drafter(
