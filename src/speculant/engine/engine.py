@@ -306,8 +306,12 @@ class Engine:
                 metrics.tokens += output.token is not None
             if each.outcome is not None:
                 metrics.count_draft(sum(each.outcome.drafted), sum(each.outcome.accepted))
-        prompts = sum(item.num_prompt_tokens for item in schedule.items)
-        prompts += sum(encoding.num_rows for encoding in schedule.sources)
+        prompts = 0
+        for item in schedule.items:
+            if item.start < len(item.request.prompt):
+                prompts += item.num_prompt_tokens
+        for encoding in schedule.sources:
+            prompts += encoding.num_rows
         metrics.count_step(metrics.tokens - before + prompts)
         self._note_standing()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -90,5 +90,5 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
             notify(drafters, outputs, committed)
     if drafters and drafts and not length.paused:
         outcomes = [draft.observed(each.outcome) for draft, each in zip(drafts, committed, strict=True)]
-        length.observe([*filter(None, outcomes)], timing._replace(committed=time.perf_counter()))
+        length.observe([*filter(None, outcomes)], replace(timing, committed=time.perf_counter()))
     return committed, timing

@@ -4,7 +4,7 @@
     a place to run            the client with the fewest running sequences; of equals, the one with the lowest counter
     the rows of a step        every client as many as it needs, or an equal part of the rest (max-min fairness)
     a place to wait           every client an equal part of all places
-    the time of a step's work every client an equal part (scheduling/work_budget.py)
+    the time of a step's work every client an equal part (scheduling/schedule.py)
 
 Numbers are divided by weights: four sequences of a client of weight 2 count as two.
 

@@ -81,7 +81,7 @@ class Driver:
 
     def start_all(self) -> None:
         """Let everybody run, as if all had been admitted."""
-        self.scheduler.running = self.requests[:]
+        self.scheduler.running[:] = self.requests
         for request in self.requests:
             self.scheduler.waiting.remove(request)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from speculant.config import POLICIES as NAMES
-from speculant.scheduling.policy import PATIENCE, POLICIES, Standing
+from speculant.scheduling.order import PATIENCE, POLICIES, Standing
 from tests.unit.scheduling.driver import Driver, blocks, counts, slots
 
 every_policy = pytest.mark.parametrize("policy", NAMES)

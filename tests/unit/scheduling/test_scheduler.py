@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from speculant.config import POLICIES
 from speculant.errors import CapacityError
-from speculant.scheduling.policy import Key
+from speculant.scheduling.order import Key
 from speculant.scheduling.schedule import Scheduled
 from speculant.types import ANYONE, Request
 from tests.examples import examples
@@ -196,14 +196,14 @@ def test_scheduler_compares_few_of_many_that_wait() -> None:
     for _ in range(examples(4000, least=1000)):
         driver.add(2, max_tokens=1)
     looked_at = 0
-    turn = driver.scheduler._turn
+    turn = driver.scheduler.standings.turn
 
     def counting(request: Request) -> Key:
         nonlocal looked_at
         looked_at += 1
         return turn(request)
 
-    driver.scheduler._turn = counting  # type: ignore[method-assign]
+    driver.scheduler.standings.turn = counting  # type: ignore[method-assign]
     driver.scheduler.waiting._key = counting
     for _ in range(10):
         driver.scheduler.schedule()

@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 
 from speculant.beams import Beams
-from speculant.scheduling.schedule import Schedule, Scheduled
-from speculant.scheduling.work_budget import ALONE_S
+from speculant.scheduling.schedule import ALONE_S, Schedule, Scheduled
 from speculant.types import Request
 from speculant.work import StepWork, WorkRate
 from tests.beams import beams_of, give_search, hypotheses, scored, text_of

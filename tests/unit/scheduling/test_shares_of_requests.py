@@ -10,7 +10,7 @@ import pytest
 
 from speculant.beams import Beams
 from speculant.config import POLICIES
-from speculant.scheduling.policy import PATIENCE
+from speculant.scheduling.order import PATIENCE
 from speculant.types import ANYONE, Client, Request
 from tests.beams import give_search, hypotheses
 from tests.unit.scheduling.driver import BLOCK, Driver, blocks, slots

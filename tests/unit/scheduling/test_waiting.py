@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from speculant.scheduling.waiting import WaitingQueue, WaitingRequests
+from speculant.scheduling.order import WaitingQueue, WaitingRequests
 from speculant.types import Client, Request
 from tests.examples import examples
 from tests.models import make_request

@@ -6,7 +6,7 @@ import pytest
 
 from speculant import work as module
 from speculant.params import SamplingParams
-from speculant.scheduling.work_budget import ALONE_S, STEP_S, WorkBudget
+from speculant.scheduling.schedule import ALONE_S, STEP_S, WorkBudget
 from speculant.types import Client
 from speculant.work import FIRST_S, NO_WORK, StepWork, WorkRate
 from tests.unit.scheduling.driver import Driver, counts, slots
