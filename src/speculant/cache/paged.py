@@ -288,10 +288,6 @@ class KVCache:
                 held.table.extend(table.blocks)
         return held.table
 
-    def held(self, seq_id: int) -> CachedSequence:
-        """Return a sequence's length and tables; an unknown one is empty."""
-        return self._held.get(seq_id, self._nothing)
-
     def length(self, seq_id: int) -> int:
         """Return how many positions are held; 0 for an unknown sequence."""
         held = self._held.get(seq_id)
@@ -531,19 +527,20 @@ class ReservationPlan:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache, self._num_free = cache, cache.pools[0].num_free
+        self._held, self._unknown = cache._held, cache._nothing
         self._taken: dict[int, tuple[int, int, int]] = {}  # positions, the blocks that they need, copies among these
         self._writers = Counter[int]()  # by block: the sequences that will have written to it
 
     def room(self, seq_id: int) -> int:
         """Return how many more positions can be taken for a sequence."""
-        cache, held = self._cache, self._cache.held(seq_id)
+        cache, held = self._cache, self._held.get(seq_id, self._unknown)
         taken, blocks, copies = self._taken.get(seq_id) or self._nothing_of(held)
         most = (len(held.tables[0].blocks) + self._num_free + blocks - copies) * cache.block_size
         return max(0, min(most, cache.max_len) - held.length) - taken
 
     def take(self, seq_id: int, n: int) -> bool:
         """Count n positions (n >= 0) for a sequence if there is room for them; return whether there is."""
-        cache, held = self._cache, self._cache.held(seq_id)
+        cache, held = self._cache, self._held.get(seq_id, self._unknown)
         before = self._taken.get(seq_id)
         taken, blocks, copies = before or self._nothing_of(held)
         end, own = held.length + taken + n, held.tables[0].blocks

@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from speculant.cache.paged import KVCache
 from speculant.config import Limits
@@ -31,7 +32,7 @@ from speculant.sampling.chance import Chances
 from speculant.scheduling.schedule import Schedule
 from speculant.scheduling.scheduler import Scheduler
 from speculant.types import ANYONE, Client, Request, StepOutput, StopChecker
-from speculant.verification.base import Verifier
+from speculant.verification.base import Verifier, rules_of
 
 logger = logging.getLogger(__name__)
 
@@ -74,14 +75,15 @@ class Engine:
         self._drafters = Drafters() if drafters is None else drafters
         taps = [layer for layer in self._drafters.hidden_layers if layer != target.num_layers + 1]
         check_taps(taps, target.num_layers)
-        self._scheduler = Scheduler(options.limits, cache, self._drafters.match_prefix, target.needs.salt)
+        salt = attrgetter("full_salt") if target.needs.restart_at is None else target.needs.salt
+        self._scheduler = Scheduler(options.limits, cache, self._drafters.match_prefix, salt)
         self._context = StepContext(
             options.limits,
             target,
             cache,
             self._drafters,
             GuardedLength(draft_length, self.measurement),
-            verifiers,
+            rules_of(verifiers),
             chances,
             options.sampler,
         )
@@ -174,7 +176,8 @@ class Engine:
         self.doubtful = False
         if not self._by_id:
             return []
-        self._measure()
+        if self.measurement.active:
+            self._measure()
         started = time.perf_counter()
         with self.mark("schedule"):
             schedule = self._scheduler.schedule()
@@ -198,8 +201,6 @@ class Engine:
 
     def _measure(self) -> None:
         """Continue the measurement for as long as the last step took. A new request goes first, but not always."""
-        if not self.measurement.active:
-            return
         if self._is_new and self._delays < MOST_DELAYS:
             self._delays += 1
         else:

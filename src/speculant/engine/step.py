@@ -27,7 +27,7 @@ from speculant.models.base import CausalLM
 from speculant.models.encoding import encode_sources
 from speculant.sampling.chance import Chances
 from speculant.scheduling.schedule import Schedule
-from speculant.verification.base import Verifier
+from speculant.verification.base import Rules
 from speculant.work import NO_WORK
 
 logger = logging.getLogger(__name__)
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepContext:
-    """The parts that a step uses: `verifiers` by name, and the `sampler` that makes the distributions."""
+    """The parts that a step uses: the `rules` of verification, and the `sampler` that makes the distributions."""
 
     limits: Limits
     target: CausalLM
     cache: KVCache
     drafters: Drafters
     draft_length: GuardedLength
-    verifiers: dict[str, Verifier]
+    rules: Rules
     chances: Chances
     sampler: Sampler = REFERENCE
 
@@ -71,7 +71,7 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
                 outputs = with_successors(outputs, drafters.target_top_k)
         passed = time.perf_counter()
         with mark("verify"):
-            decisions = verify(outputs, logits, context.verifiers, context.chances, context.sampler)
+            decisions = verify(outputs, logits, context.rules, context.chances, context.sampler)
     except BaseException as error:
         logger.info("a step of %d sequences failed and is rolled back: %r", len(schedule.items), error)
         schedule.roll_back(cache)

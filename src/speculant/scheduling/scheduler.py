@@ -48,7 +48,7 @@ class Scheduler:
         salt: Callable[[Request], str] = attrgetter("cache_salt"),
     ) -> None:
         self._limits, self._target, self._most_matched, self._salt = limits, target, most_matched, salt
-        self._salts: dict[int, str] = {}  # of the running requests
+        self._salts: dict[int, str] = {}  # of the keys and values that running requests have in the cache
         self._step = 0
         self._unstarted: dict[int, Request] = {}  # running requests without a scheduled token
         self._gained: dict[int, int] = {}  # of running requests: steps with other clients that gave them tokens
@@ -108,7 +108,8 @@ class Scheduler:
         """Admit requests that fit, then share the token budget; preempt the last request while memory is short."""
         self._step += 1
         for request in self.running:  # others may have computed the prefix of one that is not started
-            if request.seq_id in self._unstarted or self._held_salt(request) != self._salt(request):
+            salt = self._salts.get(request.seq_id, request.cache_salt)
+            if salt != self._salt(request) or request.seq_id in self._unstarted:
                 self._target.release(request.seq_id)
                 self._start(request)
         admitted, preempted = self._admit() if self.waiting else ([], [])
@@ -274,11 +275,7 @@ class Scheduler:
         """Return the running samples of the same prompt whose keys and values a request can take over."""
         siblings = [other for other in self.running if other.request_id == request.request_id]
         salt = self._salt(request)
-        return [other for other in siblings if self._held_salt(other) == salt]
-
-    def _held_salt(self, request: Request) -> str:
-        """Return the salt of a running request's keys and values in the cache."""
-        return self._salts.get(request.seq_id, request.cache_salt)
+        return [other for other in siblings if self._salts.get(other.seq_id, other.cache_salt) == salt]
 
     def _preempt(self, request: Request) -> None:
         """Release a request's blocks and queue it again; its tokens are recomputed once it is admitted."""
