@@ -534,33 +534,32 @@ class ReservationPlan:
     def room(self, seq_id: int) -> int:
         """Return how many more positions can be taken for a sequence."""
         cache, held = self._cache, self._held.get(seq_id, self._unknown)
-        taken, blocks, copies = self._taken.get(seq_id) or self._nothing_of(held)
+        taken, blocks, copies = self._taken.get(seq_id) or (0, 0, self._copies(held))
         most = (len(held.tables[0].blocks) + self._num_free + blocks - copies) * cache.block_size
         return max(0, min(most, cache.max_len) - held.length) - taken
 
     def take(self, seq_id: int, n: int) -> bool:
         """Count n positions (n >= 0) for a sequence if there is room for them; return whether there is."""
         cache, held = self._cache, self._held.get(seq_id, self._unknown)
-        before = self._taken.get(seq_id)
-        taken, blocks, copies = before or self._nothing_of(held)
+        taken, blocks, copies = self._taken.get(seq_id) or (0, 0, self._copies(held))
         end, own = held.length + taken + n, held.tables[0].blocks
         if end == held.length:
             return True
         needed = -(-end // cache.block_size) - len(own) + copies
         if needed - blocks > self._num_free or end > cache.max_len:
             return False
-        if before is None and held.length % cache.block_size:
+        if not taken and held.length % cache.block_size:
             self._writers[own[-1]] += 1
         self._num_free -= needed - blocks
         self._taken[seq_id] = taken + n, needed, copies
         return True
 
-    def _nothing_of(self, held: CachedSequence) -> tuple[int, int, int]:
-        """Return that nothing was taken of a sequence, and whether it will have to copy its last block."""
+    def _copies(self, held: CachedSequence) -> int:
+        """Return how many blocks a sequence has to copy that has taken nothing: its last one, or none."""
         if not held.length % self._cache.block_size:
-            return 0, 0, 0
-        table = held.tables[0]
-        return 0, 0, 0 if table.pool.is_writable(table.blocks[-1], self._writers[table.blocks[-1]]) else 1
+            return 0
+        pool, last = held.tables[0].pool, held.tables[0].blocks[-1]
+        return 0 if pool.is_writable(last, self._writers[last]) else 1
 
 
 class PartialCache(KVCache):

@@ -15,8 +15,7 @@ from speculant.drafting.topology import StaticTree, TreeTopology
 from speculant.kernels.base import Sampler
 from speculant.models.base import Chain
 from speculant.sampling.chance import Chances
-from speculant.sampling.distribution import Node, distribution
-from speculant.sampling.rows import take_rows, top_tokens
+from speculant.sampling.distribution import Node, distribution, take_rows, top_tokens
 from speculant.types import DraftTree, Request
 
 NextProbs = Callable[[Sequence[Node]], Tensor]  # nodes -> the distribution [r, V] in float64 of each one's next token

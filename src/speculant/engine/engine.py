@@ -32,7 +32,7 @@ from speculant.sampling.chance import Chances
 from speculant.scheduling.schedule import Schedule
 from speculant.scheduling.scheduler import Scheduler
 from speculant.types import ANYONE, Client, Request, StepOutput, StopChecker
-from speculant.verification.base import Verifier, rules_of
+from speculant.verification.base import Verifier, checked_verifiers
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Engine:
             cache,
             self._drafters,
             GuardedLength(draft_length, self.measurement),
-            rules_of(verifiers),
+            checked_verifiers(verifiers),
             chances,
             options.sampler,
         )

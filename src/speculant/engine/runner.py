@@ -12,7 +12,7 @@ from speculant.cache.paged import KVCache
 from speculant.cache.sources import MEASURED, Source
 from speculant.models.base import CausalLM, Hidden, SequenceInput, build_batch
 from speculant.models.encoding import encode_sources
-from speculant.sampling.rows import take_rows, top_tokens
+from speculant.sampling.distribution import take_rows, top_tokens
 from speculant.scheduling.schedule import NO_DRAFT, Scheduled
 from speculant.types import CommittedRows, DraftTree, Request, Successors, state_rows
 

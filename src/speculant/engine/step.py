@@ -27,22 +27,22 @@ from speculant.models.base import CausalLM
 from speculant.models.encoding import encode_sources
 from speculant.sampling.chance import Chances
 from speculant.scheduling.schedule import Schedule
-from speculant.verification.base import Rules
-from speculant.work import NO_WORK
+from speculant.types import NO_WORK
+from speculant.verification.base import Verifiers
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """The parts that a step uses: the `rules` of verification, and the `sampler` that makes the distributions."""
+    """The parts that a step uses. verifiers: see `checked_verifiers`. sampler: makes the distributions."""
 
     limits: Limits
     target: CausalLM
     cache: KVCache
     drafters: Drafters
     draft_length: GuardedLength
-    rules: Rules
+    verifiers: Verifiers
     chances: Chances
     sampler: Sampler = REFERENCE
 
@@ -55,7 +55,8 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
     to a profiler.
     """
     target, cache, drafters, length = context.target, context.cache, context.drafters, context.draft_length
-    max_model_len, started, encoded = context.limits.max_model_len, time.perf_counter(), None
+    max_model_len, drafting = context.limits.max_model_len, bool(drafters)
+    started, encoded = time.perf_counter(), None
     try:
         if schedule.sources:
             with mark(ENCODE):
@@ -71,7 +72,7 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
                 outputs = with_successors(outputs, drafters.target_top_k)
         passed = time.perf_counter()
         with mark("verify"):
-            decisions = verify(outputs, logits, context.rules, context.chances, context.sampler)
+            decisions = verify(outputs, logits, context.verifiers, context.chances, context.sampler)
     except BaseException as error:
         logger.info("a step of %d sequences failed and is rolled back: %r", len(schedule.items), error)
         schedule.roll_back(cache)
@@ -86,9 +87,9 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
                 committed.append(commit_output(output, decision, timing, target, cache, max_model_len))
             if request.work is not NO_WORK:
                 request.work.settle(output.num_results)
-        if drafters:
+        if drafting:
             notify(drafters, outputs, committed)
-    if drafters and drafts and not length.paused:
+    if drafting and drafts and not length.paused:
         outcomes = [draft.observed(each.outcome) for draft, each in zip(drafts, committed, strict=True)]
         length.observe([*filter(None, outcomes)], replace(timing, committed=time.perf_counter()))
     return committed, timing

@@ -20,19 +20,18 @@ from speculant.errors import ConstraintError, RequestError, SpeculantError
 from speculant.kernels.base import NO_TOKEN, RowDraw, Sampler
 from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance, Chances, KeyedNoise, Noise, Stream, foresee
-from speculant.sampling.distribution import Node, distribution, row_maxima
-from speculant.sampling.rows import most_likely, rank
+from speculant.sampling.distribution import Node, distribution, most_likely, rank, row_maxima
 from speculant.types import DraftTree, Request, Verdict
-from speculant.verification.base import Rule, Rules, Verifier, follow
+from speculant.verification.base import CheckedVerifier, Verifier, Verifiers, follow
 
-_Chosen = tuple[TargetOutput, Rule]  # an output with logits, and the rule of its draft
+_Chosen = tuple[TargetOutput, CheckedVerifier]  # an output with logits, and the verifier of its draft
 Decision = Verdict | Beams | SpeculantError  # `Beams` of an advanced search; an error ends that request alone
 
 
 def verify(
     outputs: Sequence[TargetOutput],
     logits: Tensor,
-    rules: Rules,
+    verifiers: Verifiers,
     chances: Chances,
     sampler: Sampler,
 ) -> dict[int, Decision]:
@@ -46,25 +45,25 @@ def verify(
     for output in outputs:
         if output.pass_logits is not None:
             request = output.item.request
-            rule = rules[request.verifier, request.params.greedy]
-            chosen.append((output, rule))
-            takes_best = takes_best and _takes_best(request) and rule.draws_after(output.tree)
+            checked = verifiers[request.verifier, request.params.greedy]
+            chosen.append((output, checked))
+            takes_best = takes_best and _takes_best(request) and checked.draws_after(output.tree)
     if not chosen:
         return {}
     if takes_best:
         return _take_best(chosen, logits)
     nodes = list[Node]()
-    for output, rule in chosen:
-        nodes += _nodes(output, rule.verifier)
+    for output, checked in chosen:
+        nodes += _nodes(output, checked.verifier)
     probs = distribution(logits, nodes, sampler)
     drawn, decisions = _draw_ahead(chosen, probs, chances, sampler), dict[int, Decision]()
     maxima = row_maxima(probs) if len(drawn) < len(probs) else ()
-    for output, rule in chosen:
+    for output, checked in chosen:
         row = output.first_logits
         decisions[output.item.request.seq_id] = (
             _follow(output, drawn) or _failure(output.item.request, row_maxima(probs[row : row + 1])[0])
             if row in drawn
-            else _decide(output, rule.verifier, probs, maxima, chances)
+            else _decide(output, checked.verifier, probs, maxima, chances)
         )
     return decisions
 
@@ -93,7 +92,9 @@ def _takes_best(request: Request) -> bool:
 def _take_best(chosen: Sequence[_Chosen], logits: Tensor) -> dict[int, Decision]:
     """Decide by the token with the largest logit of each row [V]."""
     tokens, largest = most_likely(logits)
-    drawn = [token if math.isfinite(logit) else NO_TOKEN for token, logit in zip(tokens, largest, strict=True)]
+    drawn = tokens
+    if not all(map(math.isfinite, largest)):
+        drawn = [token if math.isfinite(logit) else NO_TOKEN for token, logit in zip(tokens, largest, strict=True)]
     decisions = dict[int, Decision]()
     for output, _ in chosen:
         none = 0.0 if largest[output.first_logits] == -math.inf else math.nan
@@ -104,9 +105,9 @@ def _take_best(chosen: Sequence[_Chosen], logits: Tensor) -> dict[int, Decision]
 def _draw_ahead(chosen: Sequence[_Chosen], probs: Tensor, chances: Chances, sampler: Sampler) -> dict[int, int]:
     """Draw a token from each row of the sequences whose verdict follows from these draws; return the tokens by row."""
     draws = list[RowDraw]()
-    for output, rule in chosen:
+    for output, checked in chosen:
         request, tree = output.item.request, output.tree
-        if request.search is not None or not rule.draws_after(tree):
+        if request.search is not None or not checked.draws_after(tree):
             continue
         chance = chances.verify(request)
         if isinstance(chance, (Stream, KeyedNoise)):

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from speculant.cache.paged import KVCache, ReservationPlan
 from speculant.cache.sources import Source
 from speculant.scheduling.fairness import Accounts
-from speculant.types import Client, DraftTree, Request
-from speculant.work import NO_WORK, StepWork
+from speculant.types import NO_WORK, Client, DraftTree, Request, StepWork
 
 NO_DRAFT = DraftTree.empty()
 STEP_S = 0.05  # while several clients have sequences
@@ -72,7 +71,7 @@ class Encoding(NamedTuple):
 
 
 class WorkBudget:
-    """The time of one step's work that is left for each client: the work of its sequences (speculant/work.py).
+    """The time of one step's work that is left for each client: the work of its sequences (speculant/types.py).
 
     A sequence whose work does not fit waits for the next step. A prompt with log-probabilities or a beam search uses
     fewer rows instead. Each client gets the work of one sequence per step in any case. weights: of the clients whose

@@ -81,15 +81,15 @@ class Verifier(Protocol):
         ...
 
 
-class Rule(NamedTuple):
+class CheckedVerifier(NamedTuple):
     """A verifier, and whether its verdicts follow from a draw after each node."""
 
     verifier: Verifier
     follows: bool
 
     @classmethod
-    def of(cls, verifier: Verifier) -> Rule:
-        """Return the rule of a verifier; it is asked once, not at each step."""
+    def of(cls, verifier: Verifier) -> CheckedVerifier:
+        """Check a verifier, once and not at each step."""
         verify = getattr(verifier.verify, "__func__", None)
         return cls(verifier, verify is not None and getattr(verify, _FOLLOWS, None) is verify)
 
@@ -98,10 +98,13 @@ class Rule(NamedTuple):
         return self.follows or not (tree.size or self.verifier.needs.softened)
 
 
-Rules = Mapping[tuple[str, bool], Rule]  # by the verifier's name, and whether the request is greedy
+Verifiers = Mapping[tuple[str, bool], CheckedVerifier]  # by the verifier's name, and whether the request is greedy
 
 
-def rules_of(verifiers: Mapping[str, Verifier]) -> Rules:
-    """Return the rules of requests for which these verifiers were chosen."""
-    sampled = {(name, False): Rule.of(verifier) for name, verifier in verifiers.items()}
-    return {**sampled, **{(name, True): Rule.of(each.needs.greedy or each) for name, each in verifiers.items()}}
+def checked_verifiers(verifiers: Mapping[str, Verifier]) -> Verifiers:
+    """Return the verifiers of requests for which one of these was chosen."""
+    return {
+        (name, greedy): CheckedVerifier.of((verifier.needs.greedy if greedy else None) or verifier)
+        for name, verifier in verifiers.items()
+        for greedy in (False, True)
+    }

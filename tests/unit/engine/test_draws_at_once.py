@@ -21,7 +21,7 @@ from speculant.params import SamplingParams
 from speculant.sampling.chance import Chance, KeyedChances
 from speculant.scheduling.schedule import Scheduled
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import Verifier, rules_of
+from speculant.verification.base import Verifier, checked_verifiers
 from speculant.verification.match import Match
 from speculant.verification.rejection import build as rejection
 from tests.examples import sizes
@@ -101,7 +101,7 @@ def test_verdicts_are_those_of_single_draws(batch: str, sampler: Sampler, passes
         for rule in (Match(), OneByOne()):
             outputs, logits = outputs_of(random.Random(seed), BATCHES[batch])
             verifiers: dict[str, Verifier] = {"rule": rule, "ratio": rejection()}
-            decisions.append(verify(outputs, logits, rules_of(verifiers), KeyedChances(sampler), sampler))
+            decisions.append(verify(outputs, logits, checked_verifiers(verifiers), KeyedChances(sampler), sampler))
         at_once, alone = map(readable, decisions)
         assert at_once == alone
         lengths |= {len(each.path) if isinstance(each, Verdict) else each for each in at_once.values()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.sampling.rows import rank
+from speculant.sampling.distribution import rank
 
 
 def distribution(*weights: float) -> Tensor:

@@ -13,8 +13,7 @@ from speculant.config import Limits
 from speculant.params import SamplingParams
 from speculant.scheduling.schedule import Schedule
 from speculant.scheduling.scheduler import Scheduler
-from speculant.types import ANYONE, Client, Request
-from speculant.work import NO_WORK, StepWork
+from speculant.types import ANYONE, NO_WORK, Client, Request, StepWork
 from tests.models import make_request
 
 SHAPE = CacheShape(1, 1, 1, torch.float32, torch.device("cpu"))

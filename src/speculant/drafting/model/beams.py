@@ -17,8 +17,7 @@ from speculant.drafting.model.runner import DraftModelRunner, fit_vocabulary
 from speculant.kernels.base import Sampler
 from speculant.kernels.reference_sampler import REFERENCE
 from speculant.models.base import Chain, SequenceInput, build_batch, known
-from speculant.sampling.distribution import Node, distribution
-from speculant.sampling.rows import rank
+from speculant.sampling.distribution import Node, distribution, rank
 from speculant.types import DraftTree, Request
 
 

@@ -55,7 +55,7 @@ from speculant.models.weights.cache import WeightStore
 from speculant.models.weights.reader import WeightReader, WeightTypes, require_finite
 from speculant.models.weights.rounding import ROUNDINGS, Rounding
 from speculant.models.weights.source import WeightSource
-from speculant.sampling.rows import copied
+from speculant.sampling.distribution import copied
 from speculant.tree import ids
 
 if TYPE_CHECKING:

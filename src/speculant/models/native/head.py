@@ -22,7 +22,7 @@ from speculant.models.native.packed import PackedDecoder, PackedLayer
 from speculant.models.native.program import Buffers, Program
 from speculant.models.weights.reader import WeightReader, WeightTypes
 from speculant.models.weights.source import QuantizedBlocks, WeightSource, order_of, read_plain
-from speculant.sampling.rows import copied
+from speculant.sampling.distribution import copied
 
 _QUERIES = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
