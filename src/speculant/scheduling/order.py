@@ -2,15 +2,13 @@
 
 A policy is a sort key, of which the smallest comes first. A request's *level* is its priority plus one for every
 PATIENCE steps that passed before it was queued. So no policy starves a request: it is served before every request that
-came PATIENCE steps later with the same priority. Nothing that a key depends on changes while a request waits, so the
-queue can be a heap.
+came PATIENCE steps later with the same priority. Nothing that a key depends on changes while a request waits.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from types import MappingProxyType
@@ -73,52 +71,38 @@ Name = tuple[str, ...]  # of a request, see `Request.call`
 
 
 class WaitingQueue:
-    """A heap of names by their keys; entering, leaving and reading the first are O(log n) on average.
-
-    The entry of a name that leaves stays in the heap. Each entry has a number of its own. Only an entry whose number is
-    in `_entries` is valid, because a name that left and entered again may have another key. The heap is rebuilt when
-    most of its entries are invalid, so its size is proportional to the number of names.
-    """
+    """Names in the order of their keys; of equal keys, the one that entered first comes first."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._heap: list[tuple[Key, int, Name]] = []  # key, number of the entry, name
-        self._entries: dict[Name, int] = {}  # by name: the number of the valid entry
+        self._order: list[tuple[Key, int, Name]] = []  # key, number of the entry, name
+        self._entries: dict[Name, tuple[Key, int, Name]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __iter__(self) -> Iterator[Name]:
+        return (name for _, _, name in self._order)
+
     def enter(self, name: Name, key: Key) -> None:
         """Queue a name; one that is queued gets a new key."""
-        number = self._entries[name] = next(self._numbers)
-        heapq.heappush(self._heap, (key, number, name))
-        self._tidy()
+        self.leave(name)
+        entry = self._entries[name] = key, next(self._numbers), name
+        insort(self._order, entry)
 
     def leave(self, name: Name) -> None:
         """Take a name out if it is queued."""
-        if self._entries.pop(name, None) is not None:
-            self._tidy()
+        entry = self._entries.pop(name, None)
+        if entry is not None:
+            del self._order[bisect_left(self._order, entry)]
 
     def first(self) -> Name | None:
-        """Return the name with the smallest key, of equals the one that entered first; None if there is none."""
-        while self._heap and not self._is_valid(self._heap[0]):
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+        """Return the name with the smallest key; None if there is none."""
+        return self._order[0][2] if self._order else None
 
     def check(self) -> None:
-        """Assert that each name has one valid entry, and that few entries are not valid."""
-        valid = [entry[2] for entry in self._heap if self._is_valid(entry)]
-        assert sorted(valid) == sorted(self._entries), "a name has no entry, or two"
-        assert len(self._heap) <= 2 * len(self._entries), "the heap keeps entries of names that left it"
-
-    def _tidy(self) -> None:
-        if len(self._heap) > 2 * len(self._entries):
-            self._heap = [entry for entry in self._heap if self._is_valid(entry)]
-            heapq.heapify(self._heap)
-
-    def _is_valid(self, entry: tuple[Key, int, Name]) -> bool:
-        _, number, name = entry
-        return self._entries.get(name) == number
+        """Assert that each name has its entry, in order."""
+        assert self._order == sorted(self._entries.values()), "a name has no entry, two, or another place"
 
 
 class WaitingRequests:
@@ -183,7 +167,7 @@ class WaitingRequests:
         """Assert that each request that waits as a whole is in a queue, and no other one."""
         for queue in self._queues.values():
             queue.check()
-        queued = sorted(name for queue in self._queues.values() for name in queue._entries)
+        queued = sorted(name for queue in self._queues.values() for name in queue)
         assert queued == sorted(self._sequences.keys() - self._begun), "a request that has begun is queued, or another"
 
     def _arrange(self, request: Request) -> None:

@@ -191,7 +191,7 @@ def test_scheduler_readmits_samples_whose_first_one_left() -> None:
 
 
 def test_scheduler_compares_few_of_many_that_wait() -> None:
-    """Admission must not look at all that wait: a heap of 4,000 is some 12 levels deep."""
+    """Admission must not look at all that wait: the place of one among 4,000 takes 12 comparisons."""
     driver = Driver(slots(1), max_num_seqs=1, max_waiting=5000)
     for _ in range(examples(4000, least=1000)):
         driver.add(2, max_tokens=1)
