@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import TracebackType
 from typing import NamedTuple, Protocol, overload
 
@@ -276,20 +275,14 @@ class Request:
     search: BeamSearch[Request] | None = None  # the beam search that it is a sample of
     work: StepWork = NO_WORK  # the time that its settings add to steps
     counts: TokenCounts | None = field(init=False, default=None)  # of its tokens, if penalties need them
+    call: tuple[str, ...] = field(init=False)  # all sequences of the same one share a request's part of the engine
+    full_salt: str = field(init=False)  # of its keys and values: those of a decoder depend on the source too
 
     def __post_init__(self) -> None:
+        self.call = (self.client.name, self.client.call) if self.client.call else (self.request_id,)
+        self.full_salt = f"{self.cache_salt}\0{self.source}" if self.source else self.cache_salt
         if self.params.penalised:
             self.counts = TokenCounts(self.prompt, self.output)
-
-    @cached_property
-    def call(self) -> tuple[str, ...]:
-        """A name: all sequences of the same one share a request's part of the engine."""
-        return (self.client.name, self.client.call) if self.client.call else (self.request_id,)
-
-    @cached_property
-    def full_salt(self) -> str:
-        """The salt of its keys and values: those of a decoder depend on the source too."""
-        return f"{self.cache_salt}\0{self.source}" if self.source else self.cache_salt
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the output."""
