@@ -358,7 +358,7 @@ class Machine:
         table = table_of(cache, seq_id, group)
         if cache is self.caches[0]:
             return table[seen_from(self.setup.windows[group], cache.length(seq_id)) // cache.block_size :]
-        return table[cache.held(seq_id).tables[group].given_back :]
+        return table[cache._held[seq_id].tables[group].given_back :] if table else table
 
 
 # each as often as it is named

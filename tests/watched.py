@@ -104,9 +104,10 @@ class CountedCache(KVCache):
 
     def reserve(self, seq_id: int, n: int) -> Slots:
         """Reserve; all that it takes beyond new blocks are copies."""
-        length = self.length(seq_id)
-        added = -(-(length + n) // self.block_size) - -(-length // self.block_size)
-        self._tally["copies on write"] += self.held(seq_id).tables[0].missing(length, n) - added if n else 0
+        if n:
+            held = self._held.get(seq_id) or self._nothing
+            added = -(-(held.length + n) // self.block_size) - len(held.tables[0].blocks)
+            self._tally["copies on write"] += held.tables[0].missing(held.length, n) - added
         return super().reserve(seq_id, n)
 
     def drop_unseen(self, seq_id: int) -> None:

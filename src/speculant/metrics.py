@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bounds of a histogram, vLLM's
@@ -108,7 +109,8 @@ _STEPS = ("per_step_accepted", "per_step_drafted")
 _RATES = ("mean_acceptance_length", "draft_acceptance_rate", "acceptance_rate")
 
 
-class StepTiming(NamedTuple):
+@dataclass(frozen=True)
+class StepTiming:
     """Times of a step's stages: readings of `time.perf_counter`, in seconds."""
 
     started: float
@@ -118,27 +120,27 @@ class StepTiming(NamedTuple):
     passed: float | None = None  # the end of the target's pass, before the verdicts; None = not measured
     encoded: float | None = None  # the end of the encoder's pass; None = there was none
 
-    @property
+    @cached_property
     def encode_s(self) -> float:
         """Time of the encoder's pass over new sources."""
         return 0.0 if self.encoded is None else self.encoded - self.started
 
-    @property
+    @cached_property
     def rest_s(self) -> float:
         """Time to commit."""
         return 0.0 if self.committed is None else self.committed - self.verified
 
-    @property
+    @cached_property
     def draft_s(self) -> float:
         """Time to propose drafts."""
         return self.drafted - (self.started if self.encoded is None else self.encoded)
 
-    @property
+    @cached_property
     def verify_s(self) -> float:
         """Time of the target's pass and of the verdicts."""
         return self.verified - self.drafted
 
-    @property
+    @cached_property
     def pass_s(self) -> float:
         """The target's pass alone, a part of `verify_s`."""
         return (self.verified if self.passed is None else self.passed) - self.drafted

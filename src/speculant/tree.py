@@ -148,14 +148,13 @@ class DraftTree:
 
     def child(self, node: int, token: int) -> int | None:
         """Return the first child of a node (-1 = the root) with a token, if there is one."""
-        if not self.is_chain:
-            return self._nodes_by_edge.get((node, token))
-        return node + 1 if node + 1 < self.size and self.token_list[node + 1] == token else None
+        return self.nodes_by_edge.get((node, token))
 
     @cached_property
-    def _nodes_by_edge(self) -> dict[tuple[int, int], int]:
+    def nodes_by_edge(self) -> dict[tuple[int, int], int]:
+        """The first child of each node (-1 = the root) with each token, by node and token."""
         edges = list(zip(self.parent_list, self.token_list, strict=True))
-        return {edges[node]: node for node in reversed(range(self.size))}
+        return dict(zip(reversed(edges), reversed(range(self.size)), strict=True))
 
     def path_along(self, tokens: Iterable[int]) -> list[int]:
         """Return the nodes that match `tokens` from the root on, up to the first token without a node."""

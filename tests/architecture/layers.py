@@ -12,7 +12,7 @@ from tests.architecture.source import PACKAGE, Module
 EVERYWHERE = frozenset(
     {
         *("types", "tree", "beams", "constraints", "counts", "params", "speculation", "config", "errors", "files"),
-        *("gguf_file", "metrics", "work", "checks"),
+        *("gguf_file", "metrics", "checks"),
     }
 )
 MODELS_AND_BELOW = frozenset({"models", "cache", "sampling", "kernels"})
@@ -30,12 +30,11 @@ ALLOWED: dict[str, frozenset[str]] = {
     "files": frozenset({"errors"}),
     "gguf_file": frozenset({"errors", "files"}),
     "metrics": frozenset({"errors"}),
-    "work": frozenset(),
     "tree": frozenset(),
     "beams": frozenset({"tree"}),
     "constraints": frozenset({"errors", "tree"}),
     "counts": frozenset({"tree"}),
-    "types": frozenset({"errors", "params", "metrics", "beams", "tree", "constraints", "counts", "work"}),
+    "types": frozenset({"errors", "params", "metrics", "beams", "tree", "constraints", "counts"}),
     "config": frozenset({"checks", "errors", "files", "params", "speculation", "types"}),
     "plugins": frozenset({"errors", "params", "types", "config"}),
     "text": frozenset({"errors", "files", "gguf_file", "params", "types", "config"}),

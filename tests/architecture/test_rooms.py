@@ -13,10 +13,10 @@ SLACK = 0.05  # of a budget, which follows a room that shrinks
 INNER_IMPORTS = 169  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
-    "cache": (1211, 7),
+    "cache": (1203, 7),
     "cli": (2974, 12),
     "drafting": (7202, 45),
-    "engine": (5133, 22),
+    "engine": (5138, 22),
     "kernels": (1622, 8),
     "lab.bench": (4359, 16),
     "lab.cli": (3010, 19),
@@ -28,13 +28,13 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lab.training": (4236, 31),
     "lengths": (1943, 10),
     "models": (13445, 68),
-    "sampling": (437, 5),
+    "sampling": (431, 4),
     "scale": (1969, 12),
-    "scheduling": (1096, 8),
+    "scheduling": (1113, 7),
     "serving": (8298, 36),
     "structured": (1819, 9),
     "text": (2627, 11),
-    "verification": (567, 10),
+    "verification": (610, 10),
 }
 
 

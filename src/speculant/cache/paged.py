@@ -49,12 +49,8 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._holders = [0] * num_blocks
         self._kept: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self.num_free = num_blocks  # blocks that can be allocated, the kept ones included
         index.on_removed = self._forget
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be allocated, the kept ones included."""
-        return len(self._free) + len(self._kept)
 
     @property
     def num_kept(self) -> int:
@@ -77,18 +73,21 @@ class BlockPool:
         if not self._free:
             self._evict()
         block = self._free.pop()
-        self._holders[block] = 1
+        self._holders[block], self.num_free = 1, self.num_free - 1
         return block
 
     def share(self, block: int) -> None:
         """Add a holder to a held or kept block."""
-        self._kept.pop(block, None)
+        if block in self._kept:
+            del self._kept[block]
+            self.num_free -= 1
         self._holders[block] += 1
 
     def free(self, block: int) -> None:
         """Remove a holder from a held block."""
         self._holders[block] -= 1
         if self._holders[block] == 0:
+            self.num_free += 1
             if block in self._indexed:
                 self._kept[block] = None
             else:
@@ -99,15 +98,14 @@ class BlockPool:
         while self._kept:
             self._evict()
 
-    def require(self, missing: int, seq_id: int, why: str = "needs") -> None:
-        """Raise CapacityError unless so many blocks are free for a sequence."""
-        if missing > self.num_free:
-            kind = "" if self.window is None else f" for layers with a window of {self.window} positions"
-            raise CapacityError(
-                f"sequence {seq_id} {why} {missing} more cache blocks{kind} and "
-                f"{self.num_free} of {self.num_blocks} are free",
-                "raise kv_memory, lower max_num_seqs, or wait for a request to end.",
-            )
+    def shortage(self, missing: int, seq_id: int, why: str = "needs") -> CapacityError:
+        """Return the error of a sequence for which so many blocks are missing and not free."""
+        kind = "" if self.window is None else f" for layers with a window of {self.window} positions"
+        return CapacityError(
+            f"sequence {seq_id} {why} {missing} more cache blocks{kind} and "
+            f"{self.num_free} of {self.num_blocks} are free",
+            "raise kv_memory, lower max_num_seqs, or wait for a request to end.",
+        )
 
     def _evict(self) -> None:
         """Remove the least recently used block and its descendants from the index."""
@@ -124,6 +122,7 @@ class BlockPool:
         """Assert that the reference counts are `held` and that every block is in exactly one state."""
         counts = {block: count for block, count in enumerate(self._holders) if count}
         assert counts == dict(held), f"holders {counts} but {dict(held)} in tables"
+        assert self.num_free == len(self._free) + len(self._kept), "the free blocks are miscounted"
         everywhere = sorted(block for part in (self._free, self._kept, counts) for block in part)
         assert everywhere == list(range(self.num_blocks)), "a block is lost or doubled"
         assert all(block in self._indexed for block in self._kept), "a kept block is not indexed"
@@ -245,7 +244,7 @@ class KVCache:
     ) -> None:
         self.storage, self.num_blocks, self.block_size = storage, num_blocks[0], block_size
         self.num_groups, self.max_len, self._keep_prefixes = len(windows), max_len, keep_prefixes
-        self._is_windowed = any(window is not None for window in windows)
+        self.is_windowed = any(window is not None for window in windows)
         self._tree = PrefixTree(block_size)
         self.pools = [
             BlockPool(count, PrefixIndex(self._tree, window)) for count, window in zip(num_blocks, windows, strict=True)
@@ -266,9 +265,7 @@ class KVCache:
         for table in held.tables:
             missing.append(table.missing(start, n))
         if any(missing):
-            self._require(seq_id, held, end, missing)
-            self._held[seq_id] = held
-            self._grow(held, end)
+            self._held[seq_id] = self._grown(seq_id, held, end, missing)
         held.length = end
         for table in held.tables:
             slots.append(table.slots(start, end))
@@ -291,10 +288,6 @@ class KVCache:
                 held.table.extend(table.blocks)
         return held.table
 
-    def held(self, seq_id: int) -> CachedSequence:
-        """Return a sequence's length and tables; an unknown one is empty."""
-        return self._held.get(seq_id, self._nothing)
-
     def length(self, seq_id: int) -> int:
         """Return how many positions are held; 0 for an unknown sequence."""
         held = self._held.get(seq_id)
@@ -308,17 +301,21 @@ class KVCache:
         held = self._held.get(seq_id, self._nothing)
         if not 0 <= n <= held.length:
             raise ValueError(f"truncate_to({n}) of sequence {seq_id} with {held.length} positions")
-        if self._is_windowed:
+        if self.is_windowed:
             self._require_window(seq_id, n, "truncate_to")
         if n < held.length:
             held.length = n
             if len(held.prefix) * self.block_size > n:
                 self._unlist(held, n // self.block_size)
-            self._drop_blocks(held, -(-n // self.block_size))
+            keep = -(-n // self.block_size)
+            for table in held.tables:
+                if len(table.blocks) > keep:
+                    table.drop(keep)
+                    held.table = None
 
     def holds_window(self, seq_id: int, n: int) -> bool:
         """Whether `truncate_to(seq_id, n)` is possible: nothing was given back that a row at position n sees."""
-        if n == 0 or not self._is_windowed:
+        if n == 0 or not self.is_windowed:
             return True
         tables = self._held.get(seq_id, self._nothing).tables
         return all(table.given_back <= first_seen(table.pool.window, n) // self.block_size for table in tables)
@@ -326,7 +323,7 @@ class KVCache:
     def drop_unseen(self, seq_id: int) -> None:
         """Give back the blocks that no later row of the sequence sees; all its positions must be committed."""
         held = self._held.get(seq_id)
-        if held is None or not self._is_windowed:
+        if held is None or not self.is_windowed:
             return
         for table in held.tables:
             if table.drop_unseen(held.length):
@@ -343,7 +340,7 @@ class KVCache:
         nodes = range(held.length - base)
         if not 0 <= base <= held.length or (path and list(path) != sorted(set(path).intersection(nodes))):
             raise ValueError(f"compact({base}, {list(path)}) of sequence {seq_id} with {held.length} positions")
-        for n in (base, base + len(path)) if self._is_windowed else ():
+        for n in (base, base + len(path)) if self.is_windowed else ():
             self._require_window(seq_id, n, "compact")
         if path and path[-1] >= len(path):  # else they are in place
             self._move_path(seq_id, held, base, path)
@@ -415,7 +412,8 @@ class KVCache:
         """Free a sequence; an unknown one is ignored."""
         held = self._held.pop(seq_id, None)
         if held is not None:
-            self._drop_blocks(held, 0)
+            for table in held.tables:
+                table.drop(0)
             self._unlist(held, 0)
 
     def free_tokens(self) -> int:
@@ -452,30 +450,30 @@ class KVCache:
             node.users += 1
         self._held[seq_id] = CachedSequence(cache_salt, tables, length, list(prefix))
 
-    def _require(self, seq_id: int, held: CachedSequence, length: int, missing: Sequence[int]) -> None:
-        """Raise CapacityError unless a sequence may have that length, and each group has the missing blocks."""
-        if length > self.max_len:
-            raise CapacityError(
-                f"sequence {seq_id} would hold {length} positions but its cache block has {self.max_len}",
-                "raise max_model_len or send a shorter prompt.",
-            )
-        for table, count in zip(held.tables, missing, strict=True):
-            table.pool.require(count, seq_id)
-
     def _require_window(self, seq_id: int, n: int, call: str) -> None:
         if not self.holds_window(seq_id, n):
             raise ValueError(f"{call}({n}) of sequence {seq_id}: keys that its next row would see were given back")
 
-    def _grow(self, held: CachedSequence, end: int) -> None:
-        """Copy the last block where it is shared, and add blocks for positions up to `end`."""
-        start, full = held.length, -(-held.length // self.block_size) * self.block_size
-        shared = [table.shared(start, full) for table in held.tables]
+    def _grown(self, seq_id: int, held: CachedSequence, end: int, missing: Sequence[int]) -> CachedSequence:
+        """Add the missing blocks of each group for positions up to `end`, after a copy of the last one where needed."""
+        if end > self.max_len:
+            raise CapacityError(
+                f"sequence {seq_id} would hold {end} positions but its cache block has {self.max_len}",
+                "raise max_model_len or send a shorter prompt.",
+            )
+        num_blocks, shared = -(-end // self.block_size), list[Sequence[int]]()
+        for table, count in zip(held.tables, missing, strict=True):
+            if count > table.pool.num_free:
+                raise table.pool.shortage(count, seq_id)
+            copied = count > num_blocks - len(table.blocks)
+            shared.append((len(table.blocks) - 1,) if copied else ())
         if any(shared):
-            self._rearrange(held, start, (), shared)
+            self._rearrange(held, held.length, (), shared)
         for table in held.tables:
-            while len(table.blocks) * self.block_size < end:
+            while len(table.blocks) < num_blocks:
                 table.blocks.append(table.pool.allocate())
         held.table = None
+        return held
 
     def _move_path(self, seq_id: int, held: CachedSequence, base: int, path: Sequence[int]) -> None:
         """Move the nodes of a path to positions base, base + 1, ..."""
@@ -483,7 +481,8 @@ class KVCache:
             raise ValueError(f"compact(0) of sequence {seq_id}, which has given back its first positions")
         shared = [table.shared(base, base + len(path)) for table in held.tables]
         for table, own in zip(held.tables, shared, strict=True):
-            table.pool.require(len(own), seq_id, "has to move shared positions and needs")
+            if len(own) > table.pool.num_free:
+                raise table.pool.shortage(len(own), seq_id, "has to move shared positions and needs")
         self._rearrange(held, base, [base + node for node in path], shared)
 
     def _rearrange(self, held: CachedSequence, base: int, kept: Sequence[int], shared: Sequence[Sequence[int]]) -> None:
@@ -493,13 +492,6 @@ class KVCache:
         held.table = None
         if any(moves):
             self.storage.move(Moves(moves[0].sources, moves[0].targets, tuple(moves[1:])))
-
-    def _drop_blocks(self, held: CachedSequence, keep: int) -> None:
-        """Free all blocks but the first `keep` of each group."""
-        for table in held.tables:
-            if len(table.blocks) > keep:
-                table.drop(keep)
-                held.table = None
 
     def _unlist(self, held: CachedSequence, keep: int) -> None:
         """List only the first `keep` nodes of a sequence's prefix; others stay in the index if they have blocks."""
@@ -535,39 +527,39 @@ class ReservationPlan:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache, self._num_free = cache, cache.pools[0].num_free
+        self._held, self._unknown = cache._held, cache._nothing
         self._taken: dict[int, tuple[int, int, int]] = {}  # positions, the blocks that they need, copies among these
         self._writers = Counter[int]()  # by block: the sequences that will have written to it
 
     def room(self, seq_id: int) -> int:
         """Return how many more positions can be taken for a sequence."""
-        size, held = self._cache.block_size, self._cache.held(seq_id)
-        table = held.tables[0]
+        cache, held = self._cache, self._held.get(seq_id, self._unknown)
         taken, blocks, copies = self._taken.get(seq_id) or (0, 0, self._copies(held))
-        most = (len(table.blocks) + self._num_free + blocks - copies) * size
-        return max(0, min(most, self._cache.max_len) - held.length) - taken
+        most = (len(held.tables[0].blocks) + self._num_free + blocks - copies) * cache.block_size
+        return max(0, min(most, cache.max_len) - held.length) - taken
 
     def take(self, seq_id: int, n: int) -> bool:
         """Count n positions (n >= 0) for a sequence if there is room for them; return whether there is."""
-        cache, held, before = self._cache, self._cache.held(seq_id), self._taken.get(seq_id)
-        taken, blocks, copies = before or (0, 0, self._copies(held))
-        size, end, own = cache.block_size, held.length + taken + n, held.tables[0].blocks
+        cache, held = self._cache, self._held.get(seq_id, self._unknown)
+        taken, blocks, copies = self._taken.get(seq_id) or (0, 0, self._copies(held))
+        end, own = held.length + taken + n, held.tables[0].blocks
         if end == held.length:
             return True
-        needed = -(-end // size) - len(own) + copies
+        needed = -(-end // cache.block_size) - len(own) + copies
         if needed - blocks > self._num_free or end > cache.max_len:
             return False
-        if before is None and held.length % size:
+        if not taken and held.length % cache.block_size:
             self._writers[own[-1]] += 1
         self._num_free -= needed - blocks
         self._taken[seq_id] = taken + n, needed, copies
         return True
 
     def _copies(self, held: CachedSequence) -> int:
-        """Return how many blocks a sequence that has taken nothing has to copy."""
+        """Return how many blocks a sequence has to copy that has taken nothing: its last one, or none."""
         if not held.length % self._cache.block_size:
             return 0
-        table = held.tables[0]
-        return 0 if table.pool.is_writable(table.blocks[-1], self._writers[table.blocks[-1]]) else 1
+        pool, last = held.tables[0].pool, held.tables[0].blocks[-1]
+        return 0 if pool.is_writable(last, self._writers[last]) else 1
 
 
 class PartialCache(KVCache):

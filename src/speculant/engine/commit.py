@@ -70,7 +70,8 @@ def commit_output(
         else:
             committed = Committed(request, [], [])
         cache.insert_prefix(request.seq_id, request.tokens)
-        cache.drop_unseen(request.seq_id)
+        if cache.is_windowed:
+            cache.drop_unseen(request.seq_id)
     except Exception as error:  # noqa: BLE001 - no error may affect the other requests
         roll_back(request, num_output)
         return fail(request, error)

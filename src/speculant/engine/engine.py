@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from speculant.cache import KVCache
 from speculant.config import Limits
@@ -26,7 +27,7 @@ from speculant.params import SamplingParams
 from speculant.sampling import Chances
 from speculant.scheduling import Schedule, Scheduler
 from speculant.types import ANYONE, Client, Request, StepOutput, StopChecker
-from speculant.verification import Verifier
+from speculant.verification import Verifier, checked_verifiers
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +71,15 @@ class Engine:
         self._drafters = Drafters() if drafters is None else drafters
         taps = [layer for layer in self._drafters.needs.hidden_layers if layer != target.num_layers + 1]
         check_taps(taps, target.num_layers)
-        self._scheduler = Scheduler(options.limits, cache, self._drafters.match_prefix, target.needs.salt)
+        salt = attrgetter("full_salt") if target.needs.restart_at is None else target.needs.salt
+        self._scheduler = Scheduler(options.limits, cache, self._drafters.match_prefix, salt)
         self._context = StepContext(
             options.limits,
             target,
             cache,
             self._drafters,
             GuardedLength(draft_length, self.measurement),
-            verifiers,
+            checked_verifiers(verifiers),
             chances,
             options.sampler,
         )
@@ -170,7 +172,8 @@ class Engine:
         self.doubtful = False
         if not self._by_id:
             return []
-        self._measure()
+        if self.measurement.active:
+            self._measure()
         started = time.perf_counter()
         with self.mark("schedule"):
             schedule = self._scheduler.schedule()
@@ -194,8 +197,6 @@ class Engine:
 
     def _measure(self) -> None:
         """Continue the measurement for as long as the last step took. A new request goes first, but not always."""
-        if not self.measurement.active:
-            return
         if self._is_new and self._delays < MOST_DELAYS:
             self._delays += 1
         else:
@@ -302,8 +303,12 @@ class Engine:
                 metrics.tokens += output.token is not None
             if each.outcome is not None:
                 metrics.count_draft(sum(each.outcome.drafted), sum(each.outcome.accepted))
-        prompts = sum(item.num_prompt_tokens for item in schedule.items)
-        prompts += sum(encoding.num_rows for encoding in schedule.sources)
+        prompts = 0
+        for item in schedule.items:
+            if item.start < len(item.request.prompt):
+                prompts += item.num_prompt_tokens
+        for encoding in schedule.sources:
+            prompts += encoding.num_rows
         metrics.count_step(metrics.tokens - before + prompts)
         self._note_standing()
 

@@ -21,9 +21,8 @@ from speculant.params import SamplingParams
 from speculant.sampling import Purpose, mix
 from speculant.speculation import is_whole
 from speculant.structured import Vocabulary, constrain_all
-from speculant.types import ANYONE, Client, Request, StopChecker
+from speculant.types import ANYONE, NO_WORK, Client, Request, StepWork, StopChecker, WorkRate
 from speculant.verification import Verifier
-from speculant.work import NO_WORK, StepWork, WorkRate
 
 _VOCABULARIES = 8  # kept: prompts of a request, which come one after another, have the same
 

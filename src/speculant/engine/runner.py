@@ -113,7 +113,10 @@ def forward_target(
     inputs, shares, wanted, first = list[SequenceInput](), list[_Share](), list[int](), 0
     for item, tree in zip(scheduled, trees, strict=True):
         inputs.append(_input(item, tree))
-        nodes, root, completes = open_nodes(item.request, tree), first + item.count, item.completes
+        nodes: Sequence[int] = range(-1, tree.size)
+        if item.request.search is not None:
+            nodes = open_nodes(item.request, tree)
+        root, completes = first + item.count, item.completes
         shares.append(_Share(item, tree, nodes, first, len(wanted) if completes else None))
         if completes:
             wanted += map(root.__add__, nodes)

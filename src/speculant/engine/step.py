@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,22 +25,22 @@ from speculant.metrics import StepTiming
 from speculant.models import CausalLM, encode_sources
 from speculant.sampling import Chances
 from speculant.scheduling import Schedule
-from speculant.verification import Verifier
-from speculant.work import NO_WORK
+from speculant.types import NO_WORK
+from speculant.verification import Verifiers
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """The parts that a step uses: `verifiers` by name, and the `sampler` that makes the distributions."""
+    """The parts that a step uses. verifiers: see `checked_verifiers`. sampler: makes the distributions."""
 
     limits: Limits
     target: CausalLM
     cache: KVCache
     drafters: Drafters
     draft_length: GuardedLength
-    verifiers: dict[str, Verifier]
+    verifiers: Verifiers
     chances: Chances
     sampler: Sampler = REFERENCE
 
@@ -53,7 +53,8 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
     to a profiler.
     """
     target, cache, drafters, length = context.target, context.cache, context.drafters, context.draft_length
-    max_model_len, started, encoded = context.limits.max_model_len, time.perf_counter(), None
+    max_model_len, drafting = context.limits.max_model_len, len(drafters.guarded) > 0
+    started, encoded = time.perf_counter(), None
     try:
         if schedule.sources:
             with mark(ENCODE):
@@ -84,9 +85,9 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
                 committed.append(commit_output(output, decision, timing, target, cache, max_model_len))
             if request.work is not NO_WORK:
                 request.work.settle(output.num_results)
-        if drafters.guarded:
+        if drafting:
             notify(drafters, outputs, committed)
-    if drafters.guarded and drafts and not length.paused:
+    if drafting and drafts and not length.paused:
         outcomes = [draft.observed(each.outcome) for draft, each in zip(drafts, committed, strict=True)]
-        length.observe([*filter(None, outcomes)], timing._replace(committed=time.perf_counter()))
+        length.observe([*filter(None, outcomes)], replace(timing, committed=time.perf_counter()))
     return committed, timing

@@ -22,16 +22,16 @@ from speculant.params import SamplingParams
 from speculant.sampling import Chance, Chances, KeyedNoise, Node, Noise, Stream, foresee, most_likely, rank, row_maxima
 from speculant.sampling.distribution import distribution
 from speculant.types import DraftTree, Request, Verdict
-from speculant.verification import Verifier, follow, is_following
+from speculant.verification import CheckedVerifier, Verifier, Verifiers, follow
 
-_Chosen = tuple[TargetOutput, Verifier]  # an output with logits, and the verifier of its draft
+_Chosen = tuple[TargetOutput, CheckedVerifier]  # an output with logits, and the verifier of its draft
 Decision = Verdict | Beams | SpeculantError  # `Beams` of an advanced search; an error ends that request alone
 
 
 def verify(
     outputs: Sequence[TargetOutput],
     logits: Tensor,
-    verifiers: Mapping[str, Verifier],
+    verifiers: Verifiers,
     chances: Chances,
     sampler: Sampler,
 ) -> dict[int, Decision]:
@@ -45,25 +45,25 @@ def verify(
     for output in outputs:
         if output.pass_logits is not None:
             request = output.item.request
-            verifier = verifier_for(verifiers[request.verifier], request.params)
-            chosen.append((output, verifier))
-            takes_best = takes_best and _takes_best(request, output.tree, verifier)
+            checked = verifiers[request.verifier, request.params.greedy]
+            chosen.append((output, checked))
+            takes_best = takes_best and _takes_best(request) and checked.draws_after(output.tree)
     if not chosen:
         return {}
     if takes_best:
         return _take_best(chosen, logits)
     nodes = list[Node]()
-    for output, verifier in chosen:
-        nodes += _nodes(output, verifier)
+    for output, checked in chosen:
+        nodes += _nodes(output, checked.verifier)
     probs = distribution(logits, nodes, sampler)
     drawn, decisions = _draw_ahead(chosen, probs, chances, sampler), dict[int, Decision]()
     maxima = row_maxima(probs) if len(drawn) < len(probs) else ()
-    for output, verifier in chosen:
+    for output, checked in chosen:
         row = output.first_logits
         decisions[output.item.request.seq_id] = (
             _follow(output, drawn) or _failure(output.item.request, row_maxima(probs[row : row + 1])[0])
             if row in drawn
-            else _decide(output, verifier, probs, maxima, chances)
+            else _decide(output, checked.verifier, probs, maxima, chances)
         )
     return decisions
 
@@ -83,23 +83,18 @@ def verifier_for(verifier: Verifier, params: SamplingParams) -> Verifier:
     return verifier.needs.greedy or verifier if params.greedy else verifier
 
 
-def _takes_best(request: Request, tree: DraftTree, verifier: Verifier) -> bool:
+def _takes_best(request: Request) -> bool:
     """Whether each next token is the one with the largest logit: a greedy sequence without edits."""
     params = request.params
-    if not params.greedy or params.edits or request.constraint is not None or request.search is not None:
-        return False
-    return _follows(verifier, tree)
-
-
-def _follows(verifier: Verifier, tree: DraftTree) -> bool:
-    """Whether the verdict follows from a draw after each node; without a draft every rule draws after the root."""
-    return is_following(verifier) or not (tree.size or verifier.needs.softened)
+    return params.greedy and not params.edits and request.constraint is None and request.search is None
 
 
 def _take_best(chosen: Sequence[_Chosen], logits: Tensor) -> dict[int, Decision]:
     """Decide by the token with the largest logit of each row [V]."""
     tokens, largest = most_likely(logits)
-    drawn = [token if math.isfinite(logit) else NO_TOKEN for token, logit in zip(tokens, largest, strict=True)]
+    drawn = tokens
+    if not all(map(math.isfinite, largest)):
+        drawn = [token if math.isfinite(logit) else NO_TOKEN for token, logit in zip(tokens, largest, strict=True)]
     decisions = dict[int, Decision]()
     for output, _ in chosen:
         none = 0.0 if largest[output.first_logits] == -math.inf else math.nan
@@ -110,9 +105,9 @@ def _take_best(chosen: Sequence[_Chosen], logits: Tensor) -> dict[int, Decision]
 def _draw_ahead(chosen: Sequence[_Chosen], probs: Tensor, chances: Chances, sampler: Sampler) -> dict[int, int]:
     """Draw a token from each row of the sequences whose verdict follows from these draws; return the tokens by row."""
     draws = list[RowDraw]()
-    for output, verifier in chosen:
+    for output, checked in chosen:
         request, tree = output.item.request, output.tree
-        if request.search is not None or not _follows(verifier, tree):
+        if request.search is not None or not checked.draws_after(tree):
             continue
         chance = chances.verify(request)
         if isinstance(chance, (Stream, KeyedNoise)):
@@ -128,7 +123,8 @@ def _follow(output: TargetOutput, drawn: Sequence[int] | Mapping[int, int]) -> V
     tree, first = output.tree, output.first_logits + 1
     if not tree.size:
         return Verdict((), drawn[first - 1]) if drawn[first - 1] >= 0 else None
-    return follow(tree, lambda node: drawn[first + node])
+    tokens = [*map(drawn.__getitem__, range(first, first + tree.size)), drawn[first - 1]]  # the root's is tokens[-1]
+    return follow(tree, tokens.__getitem__)
 
 
 def _nodes(output: TargetOutput, verifier: Verifier) -> list[Node]:

@@ -12,16 +12,14 @@ from .chance import (
     mix_in as mix_in,
 )
 from .distribution import (
-    Node as Node,
-    edits_of as edits_of,
-    row_maxima as row_maxima,
-    sampling_settings as sampling_settings,
-)
-from .rows import (
     GROUP as GROUP,
+    Node as Node,
     copied as copied,
+    edits_of as edits_of,
     most_likely as most_likely,
     rank as rank,
+    row_maxima as row_maxima,
+    sampling_settings as sampling_settings,
     take_rows as take_rows,
     top_tokens as top_tokens,
 )

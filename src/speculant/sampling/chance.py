@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.kernels import REFERENCE, Sampler, gumbel
 from speculant.types import Request
@@ -63,7 +64,7 @@ class Noise(IntEnum):
     NONE = 2  # the largest weight
 
 
-class Stream:
+class Stream(Chance):
     """Independent uniforms, keyed by (seed, purpose, round) and counted from 0."""
 
     noise = Noise.INDEPENDENT
@@ -75,12 +76,14 @@ class Stream:
         self._draw_key = self._accept_key if draw == accept else mix_in(0, mix_in(mix(seed, draw), round_))
         self._count = 0
 
+    @override
     def accept(self, probability: float) -> bool:
-        """See `Chance.accept`: u < probability, strictly, with u in [0, 1)."""
+        """Return whether u < probability, strictly, with u in [0, 1)."""
         return self._uniform(self._accept_key) < probability
 
+    @override
     def draw(self, weights: Tensor) -> int:
-        """See `Chance.draw`: the inverse of the cumulative sum, in float64."""
+        """The inverse of the cumulative sum, in float64."""
         return self._sampler.draw(weights, False, mix_in(*self.take_keys(1)))
 
     def take_keys(self, n: int) -> tuple[int, int]:
@@ -93,7 +96,7 @@ class Stream:
         return (mix_in(key, self._count) >> 11) * 2.0**-53
 
 
-class KeyedNoise:
+class KeyedNoise(Chance):
     """Gumbel noise keyed by (seed, absolute position, token id): argmax(log w + G) is a draw from w.
 
     Draft and target use the same noise at the same position and so mostly draw the same token
@@ -105,12 +108,14 @@ class KeyedNoise:
     def __init__(self, seed: int, position: int, sampler: Sampler = REFERENCE) -> None:
         self._key, self._position, self._sampler = mix(seed, Purpose.NOISE), position, sampler
 
+    @override
     def accept(self, probability: float) -> bool:
         """See `Chance.accept`; `match` does not need it, and it raises TypeError."""
         raise TypeError("keyed noise is shared with the draft and must not decide a p/q ratio test")
 
+    @override
     def draw(self, weights: Tensor) -> int:
-        """See `Chance.draw`; each call advances by one position. Ties go to the lowest id."""
+        """Each call advances by one position. Ties go to the lowest id."""
         self._position += 1
         return self._sampler.draw(weights, True, mix_in(self._key, self._position - 1))
 
@@ -131,17 +136,19 @@ class KeyedNoise:
         return self._key, self._position - n
 
 
-class MostLikely:
+class MostLikely(Chance):
     """No randomness: the token with the largest weight, the lowest id among equals."""
 
     noise = Noise.NONE
 
+    @override
     def accept(self, probability: float) -> bool:
-        """See `Chance.accept`; it raises TypeError."""
+        """It raises TypeError."""
         raise TypeError("the most likely token is no draw and must not decide a p/q ratio test")
 
+    @override
     def draw(self, weights: Tensor) -> int:
-        """See `Chance.draw`, without chance."""
+        """Without chance."""
         return int(weights.argmax())
 
     def take_keys(self, n: int) -> tuple[int, int]:
@@ -149,20 +156,20 @@ class MostLikely:
         return 0, 0
 
 
-class KeyedChances:
+class KeyedChances(Chances):
     """The production source: keyed noise where draft and target share noise, else separate streams."""
 
     def __init__(self, sampler: Sampler = REFERENCE) -> None:
         self._sampler = sampler
 
+    @override
     def draft(self, request: Request) -> Chance:
-        """See `Chances.draft`."""
         if request.shared_noise:
             return KeyedNoise(request.seed, len(request.tokens), self._sampler)
         return Stream(request.seed, (Purpose.DRAFT, Purpose.DRAFT), request.rounds, self._sampler)
 
+    @override
     def verify(self, request: Request) -> Chance:
-        """See `Chances.verify`."""
         if request.shared_noise:
             return KeyedNoise(request.seed, len(request.tokens), self._sampler)
         return Stream(request.seed, (Purpose.ACCEPT, Purpose.DRAW), request.rounds, self._sampler)

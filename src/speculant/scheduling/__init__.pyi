@@ -7,8 +7,20 @@ from .fairness import (
     places_of as places_of,
     yields as yields,
 )
-from .policy import PATIENCE as PATIENCE, POLICIES as POLICIES, Key as Key, Standing as Standing
-from .schedule import NO_DRAFT as NO_DRAFT, Schedule as Schedule, Scheduled as Scheduled
+from .order import (
+    PATIENCE as PATIENCE,
+    POLICIES as POLICIES,
+    Key as Key,
+    Standing as Standing,
+    WaitingQueue as WaitingQueue,
+    WaitingRequests as WaitingRequests,
+)
+from .schedule import (
+    ALONE_S as ALONE_S,
+    NO_DRAFT as NO_DRAFT,
+    STEP_S as STEP_S,
+    Schedule as Schedule,
+    Scheduled as Scheduled,
+    WorkBudget as WorkBudget,
+)
 from .scheduler import Scheduler as Scheduler
-from .waiting import WaitingQueue as WaitingQueue, WaitingRequests as WaitingRequests
-from .work_budget import ALONE_S as ALONE_S, STEP_S as STEP_S, WorkBudget as WorkBudget

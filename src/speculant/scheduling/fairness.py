@@ -4,7 +4,7 @@
     a place to run            the client with the fewest running sequences; of equals, the one with the lowest counter
     the rows of a step        every client as many as it needs, or an equal part of the rest (max-min fairness)
     a place to wait           every client an equal part of all places
-    the time of a step's work every client an equal part (scheduling/work_budget.py)
+    the time of a step's work every client an equal part (scheduling/schedule.py)
 
 Numbers are divided by weights: four sequences of a client of weight 2 count as two.
 
@@ -70,11 +70,7 @@ class Accounts:
         """most_lead: a counter is at most this far above the lowest one."""
         self._most_lead = most_lead
         self._accounts: dict[str, Account] = {}
-
-    @property
-    def few(self) -> bool:
-        """Whether there are fewer than two clients, so that nothing has to be shared."""
-        return len(self._accounts) < 2
+        self.few = True  # there are fewer than two clients, so that nothing has to be shared
 
     def of(self, client: Client) -> Account:
         """Return the account of a client that has sequences."""
@@ -87,6 +83,7 @@ class Accounts:
             account.counter = max(account.counter, lowest)
         account.weight = client.weight
         account.num_sequences += 1
+        self.few = len(self._accounts) < 2
 
     def leave(self, client: Client) -> None:
         """Count a sequence less; the client is forgotten once its counter does not matter."""
@@ -124,6 +121,7 @@ class Accounts:
         for name, account in list(self._accounts.items()):
             if not account.num_sequences and (account.counter <= lowest or not present):
                 del self._accounts[name]
+        self.few = len(self._accounts) < 2
 
 
 def places_of(weight: float, others: float, most: int) -> int:

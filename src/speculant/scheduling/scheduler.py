@@ -4,35 +4,29 @@ There is no prefill or decode phase: a step computes tokens that are not in the 
 budget and the caches' memory. A sequence that lacks only its newest token may also get a draft. The live
 hypotheses of a beam search are not a draft: all have to be computed, if necessary over several steps.
 
-A source is encoded as a whole, in a step that has rows and memory for all of it. The sources of one client are encoded
-in the order of its requests: none waits for those of later requests.
-
     add ---> waiting ---admit---> running ---remove--->
                 ^                    |
                 +------preempt-------+      for memory, or for a client without a place: its blocks are released, and
                                             its tokens recomputed later
 
 Places and rows are divided among clients, and a client's among its requests (scheduling/fairness.py). A policy orders
-the requests of one client (scheduling/policy.py).
+the requests of one client (scheduling/order.py). The rows of a step are divided in scheduling/division.py.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from operator import attrgetter
 
-from speculant.cache import KVCache, ReservationPlan, Source, Sources
+from speculant.cache import KVCache
 from speculant.config import Limits
 from speculant.errors import CapacityError
-from speculant.scheduling.fairness import TURN, Accounts, Holding, by_client, divide, last_of, surplus, yields
-from speculant.scheduling.policy import POLICIES, Key, Standing
+from speculant.scheduling.division import RowDivision
+from speculant.scheduling.fairness import TURN, Holding, by_client, last_of, surplus, yields
+from speculant.scheduling.order import Key, Standings, WaitingRequests, width
 from speculant.scheduling.schedule import Encoding, Schedule, Scheduled
-from speculant.scheduling.waiting import WaitingRequests
-from speculant.scheduling.work_budget import STEP_S, WorkBudget
 from speculant.types import Client, Request
 
 logger = logging.getLogger(__name__)
@@ -54,18 +48,14 @@ class Scheduler:
         salt: Callable[[Request], str] = attrgetter("cache_salt"),
     ) -> None:
         self._limits, self._target, self._most_matched, self._salt = limits, target, most_matched, salt
-        self._salts: dict[int, str] = {}  # of the running requests
-        self._policy = POLICIES[limits.scheduling_policy]
+        self._salts: dict[int, str] = {}  # of the keys and values that running requests have in the cache
         self._step = 0
-        self._arrivals = itertools.count()
-        self._queued_at: dict[int, tuple[int, int]] = {}  # step and arrival
         self._unstarted: dict[int, Request] = {}  # running requests without a scheduled token
         self._gained: dict[int, int] = {}  # of running requests: steps with other clients that gave them tokens
-        self._accounts = Accounts(limits.max_model_len + TURN)
-        self._late = dict[int, int]()  # of running sequences: the last steps whose time did not last for their work
-        self.sources = Sources(target)
-        self.waiting = WaitingRequests(self._turn)
-        self.running: list[Request] = []
+        self.standings = Standings(limits, target)
+        self.sources, self._accounts = self.standings.sources, self.standings.accounts
+        self.running, self.waiting = self.standings.running, WaitingRequests(self.standings.turn)
+        self._division = RowDivision(limits, self.standings)
 
     def num_vacant(self, client: Client) -> int:
         """Return how many more requests of a client are accepted: its part of max_num_seqs + max_waiting places."""
@@ -93,7 +83,7 @@ class Scheduler:
             )
         for request in requests:
             self._accounts.enter(request.client)
-            self._queued_at[request.seq_id] = self._step, next(self._arrivals)
+            self.standings.queue(request, self._step)
             self.waiting.add(request)
 
     def remove(self, request: Request) -> None:
@@ -106,11 +96,11 @@ class Scheduler:
             self.waiting.remove(request)
         else:
             self.running.remove(request)
-            if not self._has_begun(request):
+            if not self.standings.has_begun(request):
                 for sibling in self.waiting.siblings(request):
-                    self._queued_at[sibling.seq_id] = self._step, next(self._arrivals)
+                    self.standings.queue(sibling, self._step)
                 self.waiting.end(request)
-        del self._queued_at[request.seq_id]
+        self.standings.forget(request)
         self._accounts.leave(request.client)
         self._stop(request)
 
@@ -118,16 +108,17 @@ class Scheduler:
         """Admit requests that fit, then share the token budget; preempt the last request while memory is short."""
         self._step += 1
         for request in self.running:  # others may have computed the prefix of one that is not started
-            if request.seq_id in self._unstarted or self._held_salt(request) != self._salt(request):
+            salt = self._salts.get(request.seq_id, request.cache_salt)
+            if salt != self._salt(request) or request.seq_id in self._unstarted:
                 self._target.release(request.seq_id)
                 self._start(request)
-        admitted, preempted = self._admit()
-        plan, waited = self._target.plan(), self._late
-        while (shared := self._share(plan, waited)) is None:
-            preempted.append(self._last())
+        admitted, preempted = self._admit() if self.waiting else ([], [])
+        plan, waited = self._target.plan(), self._division.late
+        while (divided := self._division.divide(plan, waited)) is None:
+            preempted.append(self.standings.last())
             self._preempt(preempted[-1])
             plan = self._target.plan()
-        (items, sources, work), spare = shared, self._limits.max_num_batched_tokens
+        (items, sources, work), spare = divided, self._limits.max_num_batched_tokens
         for item in items:
             spare -= item.count + item.tree.size
             self._unstarted.pop(item.request.seq_id, None)
@@ -156,133 +147,6 @@ class Scheduler:
             used[encoding.requests[0].client.name] += encoding.num_rows
         self._accounts.charge(used)
 
-    def _share(
-        self, plan: ReservationPlan, waited: Mapping[int, int]
-    ) -> tuple[list[Scheduled], list[Encoding], WorkBudget | None] | None:
-        """Share the budgets among the running requests, in order; None if one that is not the last finds no memory.
-
-        waited: the steps in a row, by sequence, that had no time for its work.
-        """
-        budgets, items, encoded, late = self._budgets(), list[Scheduled](), dict[Source, Encoding](), set[str]()
-        place, alone = self._turn if self._accounts.few else self._place, len(self.running) == 1
-        parts = {} if alone else self._parts(budgets)
-        work, self._late = WorkBudget.of(self.running, self._accounts), {}
-        order = self.running if alone else sorted(self.running, key=place)
-        if waited:
-            order = sorted(order, key=lambda request: -waited.get(request.seq_id, 0))
-        for request in order:
-            name, source = request.client.name, self._missing_source(request)
-            if source is not None and source not in encoded:
-                encoding = self._encoding(source, request)
-                if name in late or encoding.num_rows > budgets[name]:
-                    late.add(name)
-                    continue
-                if not plan.take(source.seq_id, encoding.num_rows):
-                    if request is self._last():
-                        continue
-                    return None
-                encoded[source] = encoding
-                budgets[name] -= encoding.num_rows
-            budget = min(budgets[name], parts.get(request.call, budgets[name]))
-            if work is not None:
-                budget = work.rows(request, budget, self._backlog(request), self._least(request))
-                if not budget:
-                    self._late[request.seq_id] = waited.get(request.seq_id, 0) + 1
-                    continue
-            item = self._item(request, budget, plan)
-            if item is not None:
-                items.append(item)
-                budgets[name] -= item.count + item.tree.size
-                if request.call in parts:
-                    parts[request.call] -= item.num_rows
-            elif self._least(request) <= budget and request is not self._last():
-                return None
-        return items, [*encoded.values()], work
-
-    def _missing_source(self, request: Request) -> Source | None:
-        """Return a running request's source unless it is encoded; None if it has none."""
-        source = self.sources.of(request.seq_id)
-        return None if source is None or self.sources.is_encoded(source) else source
-
-    def _encoding(self, source: Source, first: Request) -> Encoding:
-        others = [other for other in self.running if other.seq_id in source.holders and other is not first]
-        return Encoding(source, [first, *others])
-
-    def _budgets(self) -> dict[str, int]:
-        """Return the rows of this step that each client with running requests may use.
-
-        The client with the lowest counter gets at least the rows that its widest beam search needs, or its longest
-        source beside its other requests, so that each client gets them in its turn.
-        """
-        budget = self._limits.max_num_batched_tokens
-        if self._accounts.few:
-            return dict.fromkeys((request.client.name for request in self.running), budget)
-        needs, least, weights = Counter[str](), Counter[str](), dict[str, float]()
-        longest, counts = Counter[str](), Counter[str]()  # the longest source, and the requests
-        for request in sorted(self.running, key=self._place, reverse=True):
-            name, fewest, unencoded = request.client.name, self._least(request), self._unencoded(request)
-            needs[name] += max(fewest, self._wanted(request)) + unencoded
-            least[name] = max(least[name], fewest)
-            longest[name], counts[name] = max(longest[name], unencoded), counts[name] + 1
-            weights[name] = self._accounts.of(request.client).weight
-        first = next(reversed(needs), "")
-        if longest[first]:
-            least[first] = max(least[first], longest[first] + counts[first] - 1)
-        parts = divide(budget, needs, weights)
-        if parts.get(first, 0) < least[first]:
-            del needs[first]
-            parts = {first: least[first], **divide(budget - least[first], needs, weights)}
-        return parts
-
-    def _parts(self, budgets: Mapping[str, int]) -> dict[tuple[str, ...], int]:
-        """Return the most rows that requests with several running sequences, or beams, may use of their client's.
-
-        The requests of one sequence use the rest in their order.
-        """
-        counts = Counter(request.call for request in self.running)
-        wide = {each.call for each in self.running if counts[each.call] > 1 or each.search is not None}
-        parts = dict[tuple[str, ...], int]()
-        if not wide or len(counts) < 2:
-            return parts
-        for name, own in by_client(self.running).items():
-            needs, least = Counter[tuple[str, ...]](), dict[tuple[str, ...], int]()
-            for request in own:
-                least[request.call] = self._least(request)
-                needs[request.call] += max(self._least(request), self._wanted(request))
-            divided = divide(budgets[name], needs, dict.fromkeys(needs, 1.0))
-            parts.update((each, max(least[each], rows)) for each, rows in divided.items() if each in wide)
-        return parts
-
-    def _wanted(self, request: Request) -> int:
-        """Return how many rows a request would use."""
-        backlog = self._backlog(request)
-        if request.params.prompt_logprobs is not None and request.wants_prompt_logits and request.work.row_s:
-            return min(backlog, 1 + int(STEP_S / request.work.row_s))
-        return backlog if request.search is None else backlog + request.search.beams.live_tree.size
-
-    def _item(self, request: Request, budget: int, plan: ReservationPlan) -> Scheduled | None:
-        """Take a request's work within budget and room from the plan, and return it if there is any.
-
-        Where no hypothesis fits after it, the newest token is left for a later step.
-        """
-        start, search = self._target.length(request.seq_id), request.search
-        count = len(request.tokens) - start
-        source = self.sources.of(request.seq_id)
-        if search is None and 0 < count <= budget and plan.take(request.seq_id, count):  # the usual case
-            return Scheduled(request, start, count, source=source)
-        most = min(budget, plan.room(request.seq_id))
-        item = Scheduled(request, start, min(count, most), source=source)
-        if item.completes and search is not None:
-            item = replace(item, tree=search.beams.waiting_tree(most - item.count))
-            if not item.tree.size and request.num_positions > len(request.tokens):
-                item = replace(item, count=item.count - 1)
-        plan.take(request.seq_id, item.num_rows)
-        return item if item.count else None
-
-    def _least(self, request: Request) -> int:
-        """Return the fewest rows that a request can use: its newest token needs one hypothesis after it."""
-        return 1 if self._backlog(request) > 1 else 1 + request.num_positions - len(request.tokens)
-
     def _admit(self) -> tuple[list[Request], list[Request]]:
         """Start waiting requests while their missing tokens fit; return them, and the requests preempted for them."""
         admitted, preempted = list[Request](), list[Request]()
@@ -310,14 +174,14 @@ class Scheduler:
             return ready[request.request_id]
 
         def turn(request: Request) -> tuple[int, int, Key]:
-            return request.priority, running[request.call], self._turn(request)
+            return request.priority, running[request.call], self.standings.turn(request)
 
         for request in [*self.waiting.firsts_of_begun(is_ready), *self.waiting.firsts_of_others()]:
             other = firsts.setdefault(request.client.name, request)
             firsts[request.client.name] = request if other is request else min(other, request, key=turn)
         if len(firsts) < 2:
             return [*firsts.values()]
-        holdings = self._holdings()
+        holdings = self.standings.holdings()
 
         def claim(request: Request) -> tuple[float, float, int]:
             holding = holdings.get(request.client.name) or Holding(self._accounts.of(request.client))
@@ -330,7 +194,7 @@ class Scheduler:
         running = by_client(self.running)
         for claimant in self.waiting.firsts_of_others():
             own = running.get(claimant.client.name, [])
-            while (extra := surplus(own, claimant.priority, self._rank)) is not None:
+            while (extra := surplus(own, claimant.priority, self.standings.rank)) is not None:
                 own.remove(extra)
                 self._preempt(extra)
                 preempted.append(extra)
@@ -355,13 +219,13 @@ class Scheduler:
         """Return the running request of another client that is preempted for a waiting one, if there is one."""
         if self._accounts.few:
             return None
-        holdings = self._holdings()
+        holdings = self.standings.holdings()
         own = holdings.pop(claimant.client.name, None) or Holding(self._accounts.of(claimant.client))
-        lasts = {name: last_of(each, self._rank) for name, each in by_client(self.running).items()}
+        lasts = {name: last_of(each, self.standings.rank) for name, each in by_client(self.running).items()}
         giving = [
             name
             for name, each in holdings.items()
-            if yields(each, _width(lasts[name]), self._had_turn(lasts[name]), own, _width(claimant))
+            if yields(each, width(lasts[name]), self._had_turn(lasts[name]), own, width(claimant))
         ]
         if not giving:
             return None
@@ -369,20 +233,6 @@ class Scheduler:
 
     def _had_turn(self, request: Request) -> bool:
         return self._gained.get(request.seq_id, 0) >= TURN
-
-    def _has_begun(self, request: Request) -> bool:
-        """Whether a sequence of its request runs."""
-        return any(other.call == request.call for other in self.running)
-
-    def _holdings(self) -> dict[str, Holding]:
-        """Return the holdings of the clients with running requests."""
-        holdings: dict[str, Holding] = {}
-        for request in self.running:
-            held = holdings.get(request.client.name) or Holding(self._accounts.of(request.client))
-            holdings[request.client.name] = Holding(
-                held.account, held.num_requests + 1, held.num_sequences + _width(request)
-            )
-        return holdings
 
     def _start(self, request: Request) -> None:
         """Hold the source, and take over cached positions: a sibling's prompt, else a matching prefix."""
@@ -425,18 +275,14 @@ class Scheduler:
         """Return the running samples of the same prompt whose keys and values a request can take over."""
         siblings = [other for other in self.running if other.request_id == request.request_id]
         salt = self._salt(request)
-        return [other for other in siblings if self._held_salt(other) == salt]
-
-    def _held_salt(self, request: Request) -> str:
-        """Return the salt of a running request's keys and values in the cache."""
-        return self._salts.get(request.seq_id, request.cache_salt)
+        return [other for other in siblings if self._salts.get(other.seq_id, other.cache_salt) == salt]
 
     def _preempt(self, request: Request) -> None:
         """Release a request's blocks and queue it again; its tokens are recomputed once it is admitted."""
         self.running.remove(request)
         self._stop(request)
         self.waiting.add(request)
-        if not self._has_begun(request):
+        if not self.standings.has_begun(request):
             self.waiting.end(request)
         request.metrics.num_preemptions += 1
         logger.debug("request %s is preempted after %d tokens", request.request_id, len(request.tokens))
@@ -447,50 +293,3 @@ class Scheduler:
             noted.pop(request.seq_id, None)
         self._target.release(request.seq_id)
         self.sources.release(request.seq_id)
-
-    def _turn(self, request: Request) -> Key:
-        return self._policy(self._standing(request))
-
-    def _place(self, request: Request) -> tuple[float, ...]:
-        """Return the place of a running request in a step: after clients with a lower counter."""
-        return self._accounts.of(request.client).counter, *self._turn(request)
-
-    def _rank(self, request: Request) -> tuple[int, int]:
-        standing = self._standing(request)
-        return standing.level, standing.arrival
-
-    def _last(self) -> Request:
-        """Return the running request that is preempted first: of the client with the most, see `last_of`.
-
-        A client's only request comes after those of clients with more. Otherwise one of little weight would take memory
-        from such a client (`yields`), and lose it again as soon as texts grow.
-        """
-        if self._accounts.few:
-            return last_of(self.running, self._rank)
-        holdings, lasts = self._holdings(), [last_of(each, self._rank) for each in by_client(self.running).values()]
-
-        def excess(request: Request) -> tuple[float, ...]:
-            held = holdings[request.client.name]
-            return held.num_requests > 1, held.per_weight(), *self._rank(request)
-
-        return max(lasts, key=excess)
-
-    def _standing(self, request: Request) -> Standing:
-        held, (queued_at, arrival) = self._target.length(request.seq_id), self._queued_at[request.seq_id]
-        backlog = len(request.tokens) - held + self._unencoded(request)
-        return Standing(arrival, request.priority, queued_at, held, backlog)
-
-    def _unencoded(self, request: Request) -> int:
-        """Return how many tokens of a request's source are not encoded; a waiting request holds no source."""
-        if not request.source:
-            return 0
-        source = self.sources.of(request.seq_id)
-        return 0 if source is not None and self.sources.is_encoded(source) else len(request.source)
-
-    def _backlog(self, request: Request) -> int:
-        return len(request.tokens) - self._target.length(request.seq_id)
-
-
-def _width(request: Request) -> int:
-    """Return the number of sequences that a request counts as: a beam search has one for each beam."""
-    return request.params.beam_width or 1

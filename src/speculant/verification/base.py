@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -43,7 +43,8 @@ def follow(tree: DraftTree, token_after: Callable[[int], int]) -> Verdict | None
     path, token = list[int](), token_after(-1)
     if token < 0:
         return None
-    while (node := tree.child(path[-1] if path else -1, token)) is not None and (following := token_after(node)) >= 0:
+    node, nodes = -1, tree.nodes_by_edge
+    while (node := nodes.get((node, token), -1)) >= 0 and (following := token_after(node)) >= 0:
         path.append(node)
         token = following
     return Verdict(tuple(path), token)
@@ -63,12 +64,6 @@ def following(verify: _Verify) -> _Verify:
     return verify
 
 
-def is_following(verifier: Verifier) -> bool:
-    """Whether the verdicts of a verifier follow from a draw after each node."""
-    verify = getattr(verifier.verify, "__func__", None)
-    return verify is not None and getattr(verify, _FOLLOWS, None) is verify
-
-
 class Verifier(Protocol):
     """Decides on drafts. If `lossless`, the output has the target's distribution for every draft.
 
@@ -84,3 +79,32 @@ class Verifier(Protocol):
         p is [n + 1, V]: p[0] is the target's distribution after the root and p[1 + i] the one after node i.
         """
         ...
+
+
+class CheckedVerifier(NamedTuple):
+    """A verifier, and whether its verdicts follow from a draw after each node."""
+
+    verifier: Verifier
+    follows: bool
+
+    @classmethod
+    def of(cls, verifier: Verifier) -> CheckedVerifier:
+        """Check a verifier, once and not at each step."""
+        verify = getattr(verifier.verify, "__func__", None)
+        return cls(verifier, verify is not None and getattr(verify, _FOLLOWS, None) is verify)
+
+    def draws_after(self, tree: DraftTree) -> bool:
+        """Whether the verdict on a draft follows from such draws; without a draft every rule draws after the root."""
+        return self.follows or not (tree.size or self.verifier.needs.softened)
+
+
+Verifiers = Mapping[tuple[str, bool], CheckedVerifier]  # by the verifier's name, and whether the request is greedy
+
+
+def checked_verifiers(verifiers: Mapping[str, Verifier]) -> Verifiers:
+    """Return the verifiers of requests for which one of these was chosen."""
+    return {
+        (name, greedy): CheckedVerifier.of((verifier.needs.greedy if greedy else None) or verifier)
+        for name, verifier in verifiers.items()
+        for greedy in (False, True)
+    }

@@ -12,21 +12,23 @@ from __future__ import annotations
 import math
 
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.sampling import Chance
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import VerifierNeeds, require_chain
+from speculant.verification.base import Verifier, VerifierNeeds, require_chain
 from speculant.verification.rejection import draft_probs, likelihood_ratios, residual
 
 
-class Block:
+class Block(Verifier):
     """See the module's docstring."""
 
     lossless = True
     needs = VerifierNeeds(shared_noise=False, branches=False)
 
+    @override
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
-        """See `Verifier.verify`; the tree must be a chain."""
+        """The tree must be a chain."""
         require_chain(tree, "block")
         if tree.size == 0:
             return Verdict((), chance.draw(p[0]))
@@ -52,7 +54,7 @@ def path_weights(ratios: list[float]) -> list[float]:
 
 def coins(weights: list[float], p: Tensor, q: Tensor) -> list[float]:
     """Return h_1 .. h_n; p is [n + 1, V] and q [n, V]."""
-    rows = zip(weights[1:-1], p[1:-1], q[1:], strict=True)  # one by one: see sampling/rows.py
+    rows = zip(weights[1:-1], p[1:-1], q[1:], strict=True)  # one by one: see sampling/distribution.py
     owed = [float((weight * own - drafted).clamp(min=0).sum()) for weight, own, drafted in rows]
     return [*map(share, owed, weights[1:-1]), weights[-1]]
 

@@ -8,15 +8,16 @@ verification.
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.errors import ConfigError
 from speculant.sampling import Chance
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import VerifierNeeds, require_chain
+from speculant.verification.base import Verifier, VerifierNeeds, require_chain
 from speculant.verification.rejection import verify_in_turn
 
 
-class Lenient:
+class Lenient(Verifier):
     """See the module's docstring; `lenience` is l."""
 
     lossless = False
@@ -25,13 +26,14 @@ class Lenient:
         self._lenience = lenience
         self.needs = VerifierNeeds(shared_noise=False, branches=False, greedy=LenientGreedy(lenience))
 
+    @override
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
-        """See `Verifier.verify`; the tree must be a chain."""
+        """The tree must be a chain."""
         require_chain(tree, "lenient")
         return verify_in_turn(tree, p, chance, self._lenience)
 
 
-class LenientGreedy:
+class LenientGreedy(Verifier):
     """The verifier for greedy requests: accepts the likeliest child if p(x) >= l max(p)."""
 
     lossless = False
@@ -40,8 +42,9 @@ class LenientGreedy:
     def __init__(self, lenience: float) -> None:
         self._lenience = lenience
 
+    @override
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
-        """See `Verifier.verify`; the verdict is deterministic."""
+        """The verdict is deterministic."""
         path, node = list[int](), -1
         while True:
             token_probs = p[1 + node]

@@ -8,21 +8,22 @@ of a chain (arXiv 1811.03115) or a tree (arXiv 2305.09781), is the case of point
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.sampling import Chance
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import VerifierNeeds, follow, following
+from speculant.verification.base import Verifier, VerifierNeeds, follow, following
 
 
-class Match:
+class Match(Verifier):
     """See the module's docstring."""
 
     lossless = True
     needs = VerifierNeeds(shared_noise=True, branches=True)
 
+    @override
     @following
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
-        """See `Verifier.verify`."""
         verdict = follow(tree, lambda node: chance.draw(p[1 + node]))
         assert verdict is not None, "a draw is a token"
         return verdict

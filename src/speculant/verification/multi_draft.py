@@ -10,21 +10,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.sampling import Chance
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import VerifierNeeds
+from speculant.verification.base import Verifier, VerifierNeeds
 from speculant.verification.rejection import draft_probs, ratio_of, residual
 
 
-class MultiDraft:
+class MultiDraft(Verifier):
     """See the module's docstring."""
 
     lossless = True
     needs = VerifierNeeds(shared_noise=False, branches=True)
 
+    @override
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
-        """See `Verifier.verify`; siblings are tested in order."""
+        """Siblings are tested in order."""
         q, path, node = draft_probs(tree, p), list[int](), -1
         while True:
             children = tree.children(node)

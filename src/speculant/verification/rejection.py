@@ -9,20 +9,22 @@ import math
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.sampling import Chance
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import VerifierNeeds, require_chain
+from speculant.verification.base import Verifier, VerifierNeeds, require_chain
 
 
-class Rejection:
+class Rejection(Verifier):
     """See the module's docstring."""
 
     lossless = True
     needs = VerifierNeeds(shared_noise=False, branches=False)
 
+    @override
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
-        """See `Verifier.verify`; the tree must be a chain."""
+        """The tree must be a chain."""
         require_chain(tree, "rejection")
         return verify_in_turn(tree, p, chance)
 

@@ -10,22 +10,24 @@ Accepts more than `multi_draft`; on a chain it is `block`.
 from __future__ import annotations
 
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.sampling import Chance
 from speculant.types import DraftTree, Verdict
-from speculant.verification.base import VerifierNeeds
+from speculant.verification.base import Verifier, VerifierNeeds
 from speculant.verification.block import share
 from speculant.verification.rejection import draft_probs, ratio_of
 
 
-class Traversal:
+class Traversal(Verifier):
     """See the module's docstring."""
 
     lossless = True
     needs = VerifierNeeds(shared_noise=False, branches=True)
 
+    @override
     def verify(self, tree: DraftTree, p: Tensor, chance: Chance) -> Verdict:
-        """See `Verifier.verify`; siblings are in the order in which they were drawn."""
+        """Siblings are in the order in which they were drawn."""
         state = _RemainingTree(tree, p)
         while True:
             path = state.first_leaf()

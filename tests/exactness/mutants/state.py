@@ -60,8 +60,8 @@ BLOCKS = [
     Mutant(
         "rollback leaves blocks behind",
         CACHE,
-        "            self._drop_blocks(held, -(-n // self.block_size))\n",
-        "",
+        "            keep = -(-n // self.block_size)\n",
+        "            keep = len(held.tables[0].blocks)\n",
         END.format("auto-wrong-3-paged"),
     ),
     Mutant(

@@ -73,8 +73,8 @@ def test_a_rule_that_accepts_every_draft_is_found(
 ) -> None:
     drafting = {"num_speculative_tokens": 3, "draft_length": "fixed"}  # a policy might draft nothing in short texts
     config = EngineConfig(checkpoints.target, checkpoints.far, speculative_config=drafting, **engine)  # type: ignore[arg-type]
+    monkeypatch.setattr(Match, "verify", believing)  # an engine asks once whether it may draw in its place
     runtime = build_engine(config)
-    monkeypatch.setattr(Match, "verify", believing)
     together, *speculative = compare(runtime, "greedy", PROMPTS, GREEDY)
     assert together.passed
     for each in speculative:

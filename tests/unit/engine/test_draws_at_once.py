@@ -18,7 +18,7 @@ from speculant.params import SamplingParams
 from speculant.sampling import Chance, KeyedChances
 from speculant.scheduling import Scheduled
 from speculant.types import DraftTree, Verdict
-from speculant.verification import Match, Verifier
+from speculant.verification import Match, Verifier, checked_verifiers
 from speculant.verification.rejection import build as rejection
 from tests.examples import sizes
 from tests.models import make_request
@@ -97,7 +97,7 @@ def test_verdicts_are_those_of_single_draws(batch: str, sampler: Sampler, passes
         for rule in (Match(), OneByOne()):
             outputs, logits = outputs_of(random.Random(seed), BATCHES[batch])
             verifiers: dict[str, Verifier] = {"rule": rule, "ratio": rejection()}
-            decisions.append(verify(outputs, logits, verifiers, KeyedChances(sampler), sampler))
+            decisions.append(verify(outputs, logits, checked_verifiers(verifiers), KeyedChances(sampler), sampler))
         at_once, alone = map(readable, decisions)
         assert at_once == alone
         lengths |= {len(each.path) if isinstance(each, Verdict) else each for each in at_once.values()}

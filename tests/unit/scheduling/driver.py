@@ -10,8 +10,7 @@ from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.params import SamplingParams
 from speculant.scheduling import Schedule, Scheduler
-from speculant.types import ANYONE, Client, Request
-from speculant.work import NO_WORK, StepWork
+from speculant.types import ANYONE, NO_WORK, Client, Request, StepWork
 from tests.models import make_request
 
 SHAPE = CacheShape(1, 1, 1, torch.float32, torch.device("cpu"))
@@ -78,7 +77,7 @@ class Driver:
 
     def start_all(self) -> None:
         """Let everybody run, as if all had been admitted."""
-        self.scheduler.running = self.requests[:]
+        self.scheduler.running[:] = self.requests
         for request in self.requests:
             self.scheduler.waiting.remove(request)
 

@@ -8,8 +8,7 @@ import pytest
 
 from speculant.beams import Beams
 from speculant.scheduling import ALONE_S, Schedule, Scheduled
-from speculant.types import Request
-from speculant.work import StepWork, WorkRate
+from speculant.types import Request, StepWork, WorkRate
 from tests.beams import beams_of, give_search, hypotheses, scored, text_of
 from tests.unit.scheduling.driver import Driver, blocks, slots
 

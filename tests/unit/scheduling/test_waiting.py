@@ -101,4 +101,5 @@ def test_cancelled_requests_leave_no_entries() -> None:
         queue.enter((str(number),), (number,))
         queue.leave((str(number),))
     assert queue.first() == ("first",)
-    assert len(queue._heap) <= 2
+    assert list(queue) == [("first",)]
+    queue.check()

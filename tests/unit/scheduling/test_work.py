@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from speculant import work as module
+from speculant import types as module
 from speculant.params import SamplingParams
 from speculant.scheduling import ALONE_S, STEP_S, WorkBudget
-from speculant.types import Client
-from speculant.work import FIRST_S, NO_WORK, StepWork, WorkRate
+from speculant.types import FIRST_S, NO_WORK, Client, StepWork, WorkRate
 from tests.unit.scheduling.driver import Driver, counts, slots
 
 PROMPT_LOGPROBS = SamplingParams(max_tokens=3, prompt_logprobs=5)
