@@ -155,5 +155,5 @@ def _grown_config(config: dict[str, Any], enlargement: Enlargement) -> dict[str,
 def _card(head: HeadFolder, enlargement: Enlargement, tensors: Mapping[str, Tensor], noise: float) -> str:
     before, after = _layer_config(head.config), _layer_config(_grown_config(head.config, enlargement))
     rows = [(key, before[key], after[key]) for key in before if after[key] != before[key]]
-    weights = [sum(math.prod(head.shape(name)) for name in tensors), sum(each.numel() for each in tensors.values())]
+    weights = sum(math.prod(head.shape(name)) for name in tensors), sum(each.numel() for each in tensors.values())
     return filled_card(_CARD, head.folder, enlargement, [*rows, ("weights", *weights)], noise)

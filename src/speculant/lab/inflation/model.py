@@ -87,7 +87,7 @@ def inflate(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -> Non
     )
     grown, large = grown_config(files.config, decoder, shape)
     model = _Inflation(NoisyFiles(files.weights, noise), enlargement, decoder, large)
-    num_weights = [parameters(config) for config in (decoder, large)]
+    num_weights = parameters(decoder), parameters(large)
     make_folder(folder)
     _copy_files(source, folder)
     _write_weights(folder, model)
