@@ -20,6 +20,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("SPECULANT_REAL_MODELS", str(cache_folder("models")))  # the user's: the next line hides it
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / "speculant-tests")  # measured costs are kept there
 files.STEADY = float("inf")  # although the tests keep the machine busy
+gc.disable()  # until all tests are collected: they live to the end
 SLOW_TIMEOUT_S = 3600  # the limit of every other test stands in pyproject.toml
 settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("full"), max_examples=8)
@@ -51,6 +52,7 @@ def pytest_collection_finish() -> None:
     gc.unfreeze()  # of an earlier run in this process
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _has_cuda() -> bool:

@@ -27,12 +27,11 @@ def covering(cases: Sequence[dict[str, Hashable]], strength: int) -> list[int]:
     """
     tuples = [_tuples(case, strength) for case in cases]
     missing, chosen, uses = set[Tuple]().union(*tuples), list[int](), Counter[tuple[str, Hashable]]()
-
-    def gain(index: int) -> tuple[int, int]:
-        return len(tuples[index] & missing), -sum(uses[value] for value in cases[index].items())
-
     while missing:
-        best = max(range(len(cases)), key=gain)
+        gains = [len(own & missing) for own in tuples]
+        most = max(gains)
+        of_most = (index for index, gain in enumerate(gains) if gain == most)
+        best = min(of_most, key=lambda index: sum(uses[value] for value in cases[index].items()))
         chosen.append(best)
         missing -= tuples[best]
         uses.update(cases[best].items())

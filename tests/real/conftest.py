@@ -15,8 +15,9 @@ from tests.real.llama_cpp import LlamaCpp
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests here as slow, and give them no limit of a quick test's time."""
+    here = f"{Path(__file__).parent}/"
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if str(item.path).startswith(here):
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.timeout(3600))
 
