@@ -21,7 +21,7 @@ from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
     from speculant.lab.bench.costs import LengthCosts
-    from speculant.lab.bench.measuring import Notify, Spread
+    from speculant.lab.bench.measuring import Spread
     from speculant.lab.bench.pair import Findings, SpeedPrediction
 
 EXAMPLES = examples(
@@ -93,20 +93,15 @@ def check_pair(
     workload = WorkloadConfig(prompts)
     fetch(config)
     with progress_of_parts() as parts:
-        findings = _check(config, workload, params, parts.begin)
+        from speculant.lab.bench import drafting, pair
+
+        measure = drafting.check_drafts if config.speculative_config else pair.check_pair
+        findings = measure(config, workload, params, parts.begin)
     value = document(config, findings)
     if as_json:
         print_json(value)
     else:
         _show(results(), value)
-
-
-def _check(config: EngineConfig, workload: WorkloadConfig, params: SamplingParams, notify: Notify) -> Findings:
-    from speculant.lab.bench.drafting import check_drafts
-    from speculant.lab.bench.pair import check_pair
-
-    measure = check_drafts if config.speculative_config else check_pair
-    return measure(config, workload, params, notify)
 
 
 def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
@@ -120,7 +115,7 @@ def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
         "target": asdict(findings.target),
         "draft": asdict(findings.draft),
         "draft_lacks_tokens": findings.lacks,
-        "vocabulary": _vocabulary(findings),
+        "vocabulary": asdict(findings.shared) | {"verdict": findings.shared.verdict} if findings.shared else None,
         "size_ratio": findings.draft.parameters / findings.target.parameters,
         "sampling": {name: getattr(findings.params, name) for name in PairSampling.names()},
         "texts": findings.num_texts,
@@ -134,11 +129,6 @@ def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
         "verdict": _verdict(config, findings, flags),
         "flags": flags,
     }
-
-
-def _vocabulary(findings: Findings) -> dict[str, Any] | None:
-    """Return what both vocabularies share; None if the draft has the target's tokenizer."""
-    return asdict(findings.shared) | {"verdict": findings.shared.verdict} if findings.shared else None
 
 
 def _prediction(each: SpeedPrediction) -> dict[str, Any]:
