@@ -21,7 +21,6 @@ from .costs import LengthCosts as LengthCosts, measure_steps as measure_steps, o
 from .drafting import (
     HeadSize as HeadSize,
     best_size as best_size,
-    check_drafts as check_drafts,
     measure_sizes as measure_sizes,
     overlaps as overlaps,
     require_lengths as require_lengths,
@@ -46,7 +45,6 @@ from .measuring import (
     BenchCase as BenchCase,
     BenchRun as BenchRun,
     Mode as Mode,
-    Notify as Notify,
     Spread as Spread,
     Way as Way,
     both_ways as both_ways,
@@ -73,7 +71,6 @@ from .pair import (
     Candidate as Candidate,
     Findings as Findings,
     SpeedPrediction as SpeedPrediction,
-    check_pair as check_pair,
     load_pair as load_pair,
     measure_alpha as measure_alpha,
     predict as predict,

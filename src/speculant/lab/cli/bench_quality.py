@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -93,7 +93,9 @@ def quality(
     with progress("Loading the models"):
         models, read = _prepare(sides[0], sides[1], text, context, tokens)
     scores, complete = _compare(models, read)
-    value = _document(models, text, read, scores)
+    from speculant.lab.bench import quality_document
+
+    value = quality_document(models, text, read, scores)
     if as_json:
         print_json(value)
     else:
@@ -134,12 +136,6 @@ def _compare(models: Compared, text: QualityText) -> tuple[list[ChunkScores], bo
         if not scores:
             raise
     return scores, len(scores) == len(text.chunks)
-
-
-def _document(models: Compared, path: Path, text: QualityText, scores: Sequence[ChunkScores]) -> dict[str, Any]:
-    from speculant.lab.bench import quality_document
-
-    return quality_document(models, path, text, scores)
 
 
 def _show(console: Console, value: Mapping[str, Any]) -> None:

@@ -108,7 +108,9 @@ def check_lossless(
     _check_settings(config, params, {"cases": cases, "texts": texts})
     fetch(config)
     with progress("Loading the models"):
-        runtime = _build(config)
+        from speculant.engine import build_engine
+
+        runtime = build_engine(config)
     with progress_of_parts() as parts:
         found = (lambda key, value: None) if as_json else _Shown(parts).show
         report = _check(config, runtime, prompts, params, (cases, texts), parts.begin, found)
@@ -133,12 +135,6 @@ def _check_settings(config: EngineConfig, params: SamplingParams, sizes: Mapping
         raise ConfigError(
             "speculation is off: use_speculative_decoding is False", "leave out --no-use-speculative-decoding."
         )
-
-
-def _build(config: EngineConfig) -> Runtime:
-    from speculant.engine import build_engine
-
-    return build_engine(config)
 
 
 def _check(

@@ -27,7 +27,7 @@ from speculant.lab.bench import CODE, WorkloadConfig
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
-    from speculant.lab.bench import Findings, LengthCosts, Notify, SpeedPrediction, Spread
+    from speculant.lab.bench import Findings, LengthCosts, SpeedPrediction, Spread
 
 EXAMPLES = examples(
     "speculant check-pair demo demo",
@@ -98,19 +98,15 @@ def check_pair(
     workload = WorkloadConfig(prompts)
     fetch(config)
     with progress_of_parts() as parts:
-        findings = _check(config, workload, params, parts.begin)
+        from speculant.lab.bench import drafting, pair
+
+        measure = drafting.check_drafts if config.speculative_config else pair.check_pair
+        findings = measure(config, workload, params, parts.begin)
     value = document(config, findings)
     if as_json:
         print_json(value)
     else:
         _show(results(), value)
-
-
-def _check(config: EngineConfig, workload: WorkloadConfig, params: SamplingParams, notify: Notify) -> Findings:
-    from speculant.lab.bench import check_drafts, check_pair
-
-    measure = check_drafts if config.speculative_config else check_pair
-    return measure(config, workload, params, notify)
 
 
 def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
@@ -124,7 +120,7 @@ def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
         "target": asdict(findings.target),
         "draft": asdict(findings.draft),
         "draft_lacks_tokens": findings.lacks,
-        "vocabulary": _vocabulary(findings),
+        "vocabulary": asdict(findings.shared) | {"verdict": findings.shared.verdict} if findings.shared else None,
         "size_ratio": findings.draft.parameters / findings.target.parameters,
         "sampling": {name: getattr(findings.params, name) for name in PairSampling.names()},
         "texts": findings.num_texts,
@@ -138,11 +134,6 @@ def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
         "verdict": _verdict(config, findings, flags),
         "flags": flags,
     }
-
-
-def _vocabulary(findings: Findings) -> dict[str, Any] | None:
-    """Return what both vocabularies share; None if the draft has the target's tokenizer."""
-    return asdict(findings.shared) | {"verdict": findings.shared.verdict} if findings.shared else None
 
 
 def _prediction(each: SpeedPrediction) -> dict[str, Any]:
