@@ -29,7 +29,7 @@ from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
 from speculant.sampling import Chance, Chances, Node
 from speculant.sampling.distribution import distribution
-from speculant.types import Request, StepOutput
+from speculant.types import NO_WORK, Request, StepOutput
 
 Outcome = TypeVar("Outcome", bound=Hashable)
 
@@ -262,6 +262,8 @@ def _run(case: Case, engine: Stepping, chances: EnumeratingChances, ways: list[B
     requests = list[Request]()
     for name in chances.branches:
         requests += engine.add_request(case.prompt, case.params, name, source=case.source)
+    for request in requests:
+        request.work = NO_WORK  # each way through the engine has the same steps, however busy the machine is
     running = list(requests)
     while running:
         engine.step()
