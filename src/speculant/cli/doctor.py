@@ -25,7 +25,6 @@ from speculant.cli.terminal import examples, print_json, progress, results
 from speculant.errors import ModelError
 from speculant.files import cache_folder
 from speculant.gguf_file import GgufFile
-from speculant.models import resolve_source
 
 if TYPE_CHECKING:
     import torch
@@ -123,7 +122,7 @@ def inspect_model(source: str, model_backend: str = "auto") -> ModelReport:
     """
     import torch
 
-    from speculant.models import CheckpointFiles, choose_backend, load_model
+    from speculant.models import CheckpointFiles, choose_backend, load_model, resolve_source
 
     if model_backend != "auto":
         return _inspect_loaded(load_model(source, model_backend=model_backend))
@@ -509,6 +508,8 @@ def _embedded_models() -> dict[str, Any]:
 
 
 def _model_files(role: str) -> list[Path]:
+
+    from speculant.models import resolve_source
 
     try:
         return sorted(resolve_source("demo", role).glob("*"))

@@ -17,7 +17,7 @@ from speculant.cli.terminal import end_at_once, examples, messages
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
-from speculant.ray import REPLICA_FIELDS, ReplicaOptions, check_ray, replica_range
+from speculant.scale import REPLICA_FIELDS, ReplicaOptions, check_ray, replica_range
 from speculant.serving import ServerOptions
 
 if TYPE_CHECKING:

@@ -35,6 +35,7 @@ from .fleet import (
 )
 from .front import REPLICA as REPLICA, joined as joined, make_front as make_front
 from .options import (
+    REPLICA_FIELDS as REPLICA_FIELDS,
     ReplicaOptions as ReplicaOptions,
     check_ray as check_ray,
     replica_range as replica_range,
