@@ -1,6 +1,6 @@
 """This checkout beside another one: the same workloads in turn, in two processes that stay alive.
 
-`other` is a checkout with an environment of its own in .venv. A round runs every workload twice in each process, one
+`other` is a checkout with an environment of its own in .venv, whose own revision_worker.py runs. A round runs every workload twice in each process, one
 process at a time. The place of a process's weights in memory changes its speed by a third, so the processes are started
 several times: `speed` has the median over starts of the median over rounds of the other's time over this one's. More
 than 1 means that this checkout is faster. The comparison of this checkout with itself (`.`) shows the error of the
@@ -65,7 +65,7 @@ def start_and_compare(other: Path, pair: Sequence[Path], workloads: Sequence[str
     with ExitStack() as stack:
         workers = []
         for checkout in (HERE, other):
-            python, script = checkout / ".venv" / "bin" / "python", HERE / "benchmarks" / "revision_worker.py"
+            python, script = checkout / ".venv" / "bin" / "python", checkout / "benchmarks" / "revision_worker.py"
             command = [str(python), str(script), json.dumps([str(folder) for folder in pair])]
             workers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
             stack.callback(workers[-1].kill)
