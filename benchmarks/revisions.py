@@ -1,10 +1,10 @@
 """This checkout beside another one: the same workloads in turn, in two processes that stay alive.
 
-`other` is a checkout with an environment of its own in .venv, whose own revision_worker.py runs. A round runs every workload twice in each process, one
-process at a time. The place of a process's weights in memory changes its speed by a third, so the processes are started
-several times: `speed` has the median over starts of the median over rounds of the other's time over this one's. More
-than 1 means that this checkout is faster. The comparison of this checkout with itself (`.`) shows the error of the
-method.
+`other` is a checkout with an environment of its own in .venv; each checkout runs its own revision_worker.py. A round
+runs every workload twice in each process, one process at a time. The place of a process's weights in memory changes its
+speed by a third, so the processes are started several times: `speed` has the median over starts of the median over
+rounds of the other's time over this one's. More than 1 means that this checkout is faster. The comparison of this
+checkout with itself (`.`) shows the error of the method.
 """
 
 from __future__ import annotations
