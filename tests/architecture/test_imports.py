@@ -108,6 +108,21 @@ def _heavy_modules_after(statement: str) -> str:
     return result.stdout.strip()
 
 
+@pytest.mark.parametrize(
+    ("statement", "most"),
+    [
+        ("import speculant.cli.main", 5),
+        ("from speculant import LLM", 109),
+        ("from speculant.serving import make_app", 135),
+    ],
+)
+def test_an_import_loads_few_files(statement: str, most: int) -> None:
+    """A count stands for the seconds, which depend on the machine."""
+    code = f"import sys\n{statement}\nprint(sum(name.startswith('speculant.') for name in sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(result.stdout) <= most
+
+
 @pytest.mark.parametrize("statement", ["import speculant", "import speculant.cli.main"])
 def test_import_is_cheap(statement: str) -> None:
     assert _heavy_modules_after(statement) == ""
