@@ -160,6 +160,7 @@ class Drafters(CompositeDrafter):
     ) -> None:
         self.default, self._make, self._default_length, self.absence = default, make, default_length, absence
         self._num_layers, self._by_method = num_layers, dict[str, GuardedDrafter]()
+        self._needs: dict[str | None, DrafterNeeds] = {}  # by method
         self.metrics = EngineMetrics()
         super().__init__([self._completed(method, each) for method, each in (drafters or {}).items()], 0)
 
@@ -179,6 +180,7 @@ class Drafters(CompositeDrafter):
     def add(self, *added: SubDrafter) -> None:
         super().add(*added)
         self._by_method = {each.name: each for each in self.guarded}
+        self._needs = {each.name: each.drafter.needs for each in self.guarded}
 
     @override
     def route(self, requests: Sequence[Request]) -> Routes:
@@ -193,29 +195,28 @@ class Drafters(CompositeDrafter):
 
     def needs_of(self, method: str | None) -> DrafterNeeds | None:
         """Return the needs of a method's drafter; None if it was not made, or there is no method."""
-        guarded = None if method is None else self._by_method.get(method)
-        return None if guarded is None else guarded.drafter.needs
+        return self._needs.get(method)
 
     def usual_length(self, method: str) -> int:
         """Return how many tokens a method drafts by default."""
-        needs = self.needs_of(method)
+        needs = self._needs.get(method)
         return (needs and needs.usual_nodes) or self._default_length(method)
 
     def tree(self, method: str) -> tuple[int, int] | None:
         """Return nodes and depth of a method's usual tree; None if it drafts chains, or its nodes have scores."""
-        needs = self.needs_of(method)
+        needs = self._needs.get(method)
         if needs is None or needs.usual_nodes is None or needs.tree_depth is None:
             return None
         return needs.usual_nodes, needs.tree_depth
 
     def look_ahead_rows(self, method: str) -> int:
         """Return the most look-ahead rows that a method adds to the target's pass below each node."""
-        needs = self.needs_of(method)
+        needs = self._needs.get(method)
         return 0 if needs is None else needs.target_inputs
 
     def selects(self, method: str) -> bool:
         """Whether the draft-length policy selects between several drafters' drafts of a method."""
-        needs = self.needs_of(method)
+        needs = self._needs.get(method)
         return needs is not None and needs.selects
 
     def find(self, method: str) -> Drafter:
@@ -233,7 +234,7 @@ class Drafters(CompositeDrafter):
 
     def target_top_k(self, request: Request) -> int:
         """Return how many of the target's most likely tokens the drafter of a sequence needs, for each row."""
-        needs = self.needs_of(request.drafter)
+        needs = self._needs.get(request.drafter)
         return 0 if needs is None else needs.target_top_k
 
     def begin_all(self, sequences: Iterable[tuple[Request, Source | None]]) -> None:

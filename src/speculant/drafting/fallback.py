@@ -54,6 +54,8 @@ class FallbackDrafter(CompositeDrafter):
         drafts: Proposals = {}
         waiting = list(zip(requests, limits, strict=True))
         for guarded, is_model, model_follows in self._stages:
+            if not waiting:
+                break
             bounded = [(each, self._selection.bound(each, limit)) for each, limit in waiting] if is_model else waiting
             found = self.propose_with(guarded, bounded)
             for request, _ in waiting:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
 
@@ -64,7 +65,7 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
             drafts = propose(schedule, drafters, length, max_model_len, target)
         drafted = time.perf_counter()
         with mark("target pass"):
-            trees = [draft.tree for draft in drafts]
+            trees = map(attrgetter("tree"), drafts)
             outputs, logits = forward_target(target, cache, schedule.items, trees, drafters.needs.hidden_layers)
             if drafters.needs.target_top_k:
                 outputs = with_successors(outputs, drafters.target_top_k)

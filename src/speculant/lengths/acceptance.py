@@ -100,8 +100,11 @@ class MethodAcceptance:
         above, rates = PRIOR, list[float]()
         for depth, rate in enumerate(self._by_depth):
             rate.prior = above
-            if depth < len(tests):
-                rate.add(tests[depth], METHOD_MEMORY)
+            if depth < len(tests):  # as `add`, without a call for each depth
+                rate.accepted, rate.tested = (
+                    METHOD_MEMORY * rate.accepted + tests[depth],
+                    METHOD_MEMORY * rate.tested + 1,
+                )
             above = (rate.accepted + above * rate.prior_tests) / (rate.tested + rate.prior_tests)
             rates.append(above)
         self._depth_rates = rates or [PRIOR]

@@ -195,13 +195,13 @@ class Adaptive(DraftLength):
     def _make(self, schedule: Schedule, work: list[tuple[int, int, bool]], before: StepPlan) -> StepPlan:
         """Return the plan of the next steps; work: see `StepPlan.made_for`."""
         plan, by_method = StepPlan.plain(schedule, work, self._costs, RESTS), dict[str, list[int]]()
-        for place, item in enumerate(schedule.items):
+        for place, (item, (_, _, decodes)) in enumerate(zip(schedule.items, work, strict=True)):
             request, method = item.request, item.request.drafter
-            plan.pure = plan.pure and item.decodes and request.search is None
+            plan.pure = plan.pure and decodes and request.search is None
             if (asked := asked_length(request)) is not None or request.search is not None:
                 plan.lengths[place] = self._most(request) if asked is None else asked
                 plan.left = HOLDS
-            elif item.decodes and method is not None:
+            elif decodes and method is not None:
                 by_method.setdefault(method, []).append(place)
         self._drawn = {}
         if plan.pure and self._tries_plain(by_method, before):

@@ -46,9 +46,11 @@ class StepPlan:
     @classmethod
     def plain(cls, schedule: Schedule, made_for: list[tuple[int, int, bool]], costs: StepCosts, left: int) -> StepPlan:
         """Return the plan that drafts nothing for a number of steps."""
-        rows, items = [rows for _, rows, _ in made_for], schedule.items
-        attention = costs.attention(rows, [item.start + item.count for item in items])
-        return cls(made_for, [0] * len(items), sum(rows), attention, left=left)
+        rows, keys = list[int](), list[int]()
+        for (_, own, _), item in zip(made_for, schedule.items, strict=True):
+            rows.append(own)
+            keys.append(item.start + item.count)
+        return cls(made_for, [0] * len(rows), sum(rows), costs.attention(rows, keys), left=left)
 
     def steps_s(self, costs: StepCosts, most: int) -> list[float]:
         """Return the seconds of the step with 0 to at least `most` nodes, without drafting."""
