@@ -20,8 +20,7 @@ from typing import Any
 from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, Method, Selection, read_options
-from speculant.drafting.composite import CompositeDrafter, SubDrafter, build_sub_drafters
-from speculant.drafting.guard import Proposals
+from speculant.drafting.composite import CompositeDrafter, Proposals, SubDrafter, build_sub_drafters
 from speculant.types import DraftTree, Request
 
 METHOD = Method(default_length=8, accepts_model=True, varies=True)
