@@ -25,7 +25,7 @@ from speculant.lab.exactness import TableModel
 from speculant.lengths import DraftLength, Fixed
 from speculant.params import SamplingParams
 from speculant.sampling import Chances, KeyedChances
-from speculant.types import ANYONE, Client, DraftTree, Request, StepOutput, StopChecker
+from speculant.types import ANYONE, NO_WORK, Client, DraftTree, Request, StepOutput, StopChecker
 from speculant.verification import Verifier
 from tests.beams import is_fed
 from tests.caches import read
@@ -150,7 +150,7 @@ class Rig:
         client: Client = ANYONE,
         source: Sequence[int] = (),
     ) -> list[Request]:
-        """Queue a prompt; return its sequences."""
+        """Queue a prompt; return its sequences. How a step is divided does not depend on measured time."""
         added = self.engine.add_request(
             prompt,
             params,
@@ -162,6 +162,8 @@ class Rig:
             client=client,
             source=source,
         )
+        for request in added:
+            request.work = NO_WORK
         self.requests += added
         return added
 

@@ -31,7 +31,7 @@ _HOMES = {
     "AsyncEngine": "speculant.engine.async_engine",
     **dict.fromkeys(("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"), "speculant.engine.llm"),
     **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "speculant.metrics"),
-    **dict.fromkeys(("ExplicitEncoderDecoderPrompt", "TextPrompt", "TokensPrompt"), "speculant.engine.prompts"),
+    **dict.fromkeys(("ExplicitEncoderDecoderPrompt", "TextPrompt", "TokensPrompt"), "speculant.engine.generation"),
     "LLM": "speculant.engine.llm",
     "StreamPiece": "speculant.engine.generation",
     "EngineConfig": "speculant.config",

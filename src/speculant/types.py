@@ -140,7 +140,7 @@ WEIGHTS = (0.001, 1000.0)  # the lowest and the highest weight of a client
 
 @dataclass(frozen=True)
 class Client:
-    """Who sends requests. Clients share an engine by weight (scheduling/fairness.py).
+    """Who sends requests. Clients share an engine by weight (scheduling/order.py).
 
     weight: twice the weight gets twice as much where clients compete. call: the client's prompts of the same call count
     as one request when it shares its part among its requests; "" = each prompt is a request. Raises RequestError for a

@@ -8,9 +8,18 @@ from .base import (
     by_length as by_length,
     first_seen as first_seen,
 )
-from .paged import BlockPool as BlockPool, KVCache as KVCache, ReservationPlan as ReservationPlan, part_of as part_of
-from .prefixes import PrefixIndex as PrefixIndex, PrefixNode as PrefixNode, PrefixTree as PrefixTree
-from .sources import MEASURED as MEASURED, Source as Source, Sources as Sources
+from .paged import (
+    MEASURED as MEASURED,
+    BlockPool as BlockPool,
+    KVCache as KVCache,
+    PrefixIndex as PrefixIndex,
+    PrefixNode as PrefixNode,
+    PrefixTree as PrefixTree,
+    ReservationPlan as ReservationPlan,
+    Source as Source,
+    Sources as Sources,
+    part_of as part_of,
+)
 from .storage import (
     TensorStorage as TensorStorage,
     paged_cache as paged_cache,

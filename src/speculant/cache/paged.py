@@ -16,6 +16,28 @@ A sequence has the same length in every group of layers. The first group keeps t
 room there is. A later group needs no more blocks than the first: if sequences share a block of the first group, they
 share that of a later group or have given it back. So a later group with as many blocks is never full before the first.
 It may have fewer if they suffice for all that can be in use at once.
+
+The prefix index: full committed blocks by the tokens that they hold, so that other sequences can start from them.
+
+The tokens are a tree: a node is one full block's tokens, and its children are those that followed it. A lookup compares
+the tokens, not only a hash of them, and descends from the blocks before it. Each salt has a root of its own, so tenants
+share no blocks.
+
+    node        tokens 0 - 3 ---- tokens 4 - 7 ---- tokens 8 - 11      one tree for all groups of layers
+    no window   b7                b2                b5
+    window      .                 b4                b6                 . = evicted: a prefix can begin without it
+
+Groups of layers index their blocks in one tree. A node stays as long as it has a block, a child or a sequence that
+lists it. In a group without a window a block serves nobody without all blocks before it: when it is evicted, its node
+goes, and all nodes below it.
+
+Encoded sources in a cache: each is a sequence of its own, which texts with the same source and salt share.
+
+    texts     seq 1 ───┐          seq 2 ───┐   seq 3 ───┐
+    sources            └─── -1001 ─────────┘            └─── -1002
+
+Their ids are negative. A source is encoded as a whole, so it
+has no positions in the cache, or all. It is released with the last text that holds it.
 """
 
 from __future__ import annotations
@@ -23,14 +45,155 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from speculant.cache.base import CacheShape, KVStorage, Moves, Slots, first_seen
-from speculant.cache.prefixes import PrefixIndex, PrefixNode, PrefixTree
 from speculant.errors import CapacityError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(eq=False)
+class PrefixNode:
+    """The tokens of one full block. The root of a salt has no parent and no tokens.
+
+    blocks: the group's block that holds these tokens, by index. users: how many sequences list the node, by group.
+    """
+
+    cache_salt: str
+    parent: PrefixNode | None = None
+    tokens: tuple[int, ...] = ()
+    blocks: dict[PrefixIndex, int] = field(default_factory=dict)
+    children: dict[tuple[int, ...], PrefixNode] = field(default_factory=dict)
+    users: int = 0
+
+
+class PrefixTree:
+    """The known prefixes, in steps of `block_size` tokens."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._roots: dict[str, PrefixNode] = {}
+
+    def root(self, cache_salt: str) -> PrefixNode:
+        """Return the root of a salt's prefixes."""
+        return self._roots.setdefault(cache_salt, PrefixNode(cache_salt))
+
+    def match(self, tokens: Sequence[int], cache_salt: str) -> list[PrefixNode]:
+        """Return the nodes of the longest known prefix of `tokens`, in order."""
+        found: list[PrefixNode] = []
+        node = self._roots.get(cache_salt)
+        while node is not None:
+            node = node.children.get(self._tokens_of(tokens, len(found)))
+            if node is not None:
+                found.append(node)
+        return found
+
+    def child(self, parent: PrefixNode, tokens: Sequence[int], index: int) -> PrefixNode:
+        """Return the node of the `index`-th block of `tokens` below `parent`; make it if it is unknown."""
+        own = self._tokens_of(tokens, index)
+        node = parent.children.get(own)
+        if node is None:
+            node = parent.children[own] = PrefixNode(parent.cache_salt, parent, own)
+        return node
+
+    def prune(self, node: PrefixNode) -> None:
+        """Drop a node that serves nobody, and those above it that served it alone.
+
+        Clients choose the salts, and unused roots would pile up.
+        """
+        parent = node.parent
+        while parent is not None and not (node.blocks or node.children or node.users):
+            del parent.children[node.tokens]
+            node, parent = parent, parent.parent
+        if parent is None and not node.children:
+            self._roots.pop(node.cache_salt, None)
+
+    def cut(self, node: PrefixNode) -> list[PrefixNode]:
+        """Drop a node and its descendants; return them."""
+        assert node.parent is not None
+        del node.parent.children[node.tokens]
+        self.prune(node.parent)
+        return list(_subtree(node))
+
+    def check(self, listed: Iterable[PrefixNode]) -> None:
+        """Assert that every node serves somebody; `listed` are those that sequences list, as often as they do."""
+        users = Counter(listed)
+        for node in self.nodes():
+            assert node.users == users.pop(node, 0), "a node counts other sequences than those that list it"
+            assert node.blocks or node.children or node.users, "a node that serves nobody"
+            assert len(node.tokens) == self.block_size, "a block that is not full"
+        assert not users, "a sequence lists a node that is not in the tree"
+
+    def nodes(self) -> Iterator[PrefixNode]:
+        """Yield every node but the roots."""
+        for root in self._roots.values():
+            for top in root.children.values():
+                yield from _subtree(top)
+
+    def _tokens_of(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
+        return tuple(tokens[index * self.block_size : (index + 1) * self.block_size])
+
+
+class PrefixIndex:
+    """The blocks of one group of layers in a tree. nodes: by block.
+
+    window: the positions that a row of the group's layers sees, None = all. With a window a block serves without those
+    before it. on_removed: called for a block that leaves because the whole prefix does.
+    """
+
+    def __init__(self, tree: PrefixTree, window: int | None = None) -> None:
+        self.tree, self.window = tree, window
+        self.nodes: dict[int, PrefixNode] = {}
+        self.on_removed: Callable[[int], None] = lambda block: None
+
+    def __contains__(self, block: int) -> bool:
+        return block in self.nodes
+
+    def block(self, node: PrefixNode) -> int | None:
+        """Return the group's block of a node, if it has one."""
+        return node.blocks.get(self)
+
+    def insert(self, node: PrefixNode, block: int) -> int:
+        """Return the group's block of a node, which is `block` if it had none."""
+        known = node.blocks.setdefault(self, block)
+        if known == block:
+            self.nodes[block] = node
+        return known
+
+    def remove(self, block: int) -> list[int]:
+        """Remove a block, and all blocks that serve nobody without it; return those of this group."""
+        node = self.nodes[block]
+        if self.window is not None:
+            del self.nodes[block], node.blocks[self]
+            self.tree.prune(node)
+            return [block]
+        gone = self.tree.cut(node)
+        for each in gone:
+            for index, own in each.blocks.items():
+                del index.nodes[own]
+                if index is not self:
+                    index.on_removed(own)
+        return [each.blocks[self] for each in gone]
+
+    def check(self) -> None:
+        """Assert that the tree and the table by block agree."""
+        reached = {node.blocks[self]: node for node in self.tree.nodes() if self in node.blocks}
+        assert reached == self.nodes, "a block in the index can't be reached, or is reached twice"
+        assert self.window is not None or len(reached) == len([*self.tree.nodes()]), "a prefix with a gap"
+
+
+def _subtree(top: PrefixNode) -> Iterator[PrefixNode]:
+    stack = [top]
+    while stack:
+        node = stack.pop()
+        stack += node.children.values()
+        yield node
 
 
 class BlockPool:
@@ -597,3 +760,74 @@ def part_of(cache: KVCache, whole: CacheShape, part: CacheShape) -> KVCache:
     if cache.num_groups == 1 or len(groups) == len(windows):
         return cache
     return PartialCache(cache, groups)
+
+
+MEASURED = -1000  # the id of a source that no request has
+
+Key = tuple[str, tuple[int, ...]]  # salt, tokens
+
+
+@dataclass(eq=False)
+class Source:
+    """A source in a cache: its sequence id, its tokens, and the sequences that hold it.
+
+    states: the encoder's result [tokens, hidden], if a drafter reads it.
+    """
+
+    seq_id: int
+    tokens: tuple[int, ...]
+    holders: set[int] = field(default_factory=set)
+    states: Tensor | None = None
+
+
+class Sources:
+    """The sources of the texts in one cache."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._by_key: dict[Key, Source] = {}
+        self._held: dict[int, tuple[Key, Source]] = {}  # by the holder's sequence id
+        self._next_id = MEASURED - 1
+
+    def hold(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "") -> Source:
+        """Let a text hold its source, which it may hold already."""
+        if seq_id not in self._held:
+            key = cache_salt, tuple(tokens)
+            if key not in self._by_key:
+                self._by_key[key] = Source(self._next_id, key[1])
+                self._next_id -= 1
+            self._held[seq_id] = key, self._by_key[key]
+        source = self._held[seq_id][1]
+        source.holders.add(seq_id)
+        return source
+
+    def of(self, seq_id: int) -> Source | None:
+        """Return the source that a text holds; None = it holds none."""
+        return self._held[seq_id][1] if seq_id in self._held else None
+
+    def is_encoded(self, source: Source) -> bool:
+        """Whether the cache has the source's keys and values."""
+        return self._cache.length(source.seq_id) == len(source.tokens)
+
+    def missing(self) -> Iterator[Source]:
+        """Yield the sources that are not encoded."""
+        return (source for source in self._by_key.values() if not self.is_encoded(source))
+
+    def release(self, seq_id: int) -> None:
+        """Let a text release its source, if it holds one; nobody else's source is removed from the cache."""
+        if seq_id not in self._held:
+            return
+        key, source = self._held.pop(seq_id)
+        source.holders.remove(seq_id)
+        if not source.holders:
+            del self._by_key[key]
+            self._cache.release(source.seq_id)
+
+    def check(self) -> None:
+        """Assert that each source is whole or absent in the cache, and that texts hold exactly the sources here."""
+        held = {source.seq_id: source for _, source in self._held.values()}
+        assert {each.seq_id for each in self._by_key.values()} == set(held), "a source without a text, or the reverse"
+        for source in held.values():
+            assert self._cache.length(source.seq_id) in (0, len(source.tokens)), "a source is encoded in part"
+            holders = {seq_id for seq_id, (_, each) in self._held.items() if each is source}
+            assert source.holders == holders, "a text holds another source"

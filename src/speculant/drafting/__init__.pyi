@@ -14,11 +14,16 @@ from .base import (
 from .composite import (
     CompositeDrafter as CompositeDrafter,
     Drafters as Drafters,
+    Proposals as Proposals,
     SubDrafter as SubDrafter,
     bound as bound,
     build_sub_drafter as build_sub_drafter,
     build_sub_drafters as build_sub_drafters,
+    check_ahead as check_ahead,
+    check_draft as check_draft,
+    check_extends as check_extends,
     combine as combine,
+    propose_checked as propose_checked,
 )
 from .fallback import FallbackDrafter as FallbackDrafter
 from .growth import (
@@ -26,13 +31,6 @@ from .growth import (
     fit_vocabulary as fit_vocabulary,
     grow_chains as grow_chains,
     likeliest as likeliest,
-)
-from .guard import (
-    Proposals as Proposals,
-    check_ahead as check_ahead,
-    check_draft as check_draft,
-    check_extends as check_extends,
-    propose_checked as propose_checked,
 )
 from .heads.folder import (
     HeadFolder as HeadFolder,

@@ -20,8 +20,7 @@ from typing import Any
 from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, Method, Selection, read_options
-from speculant.drafting.composite import CompositeDrafter, SubDrafter, build_sub_drafters
-from speculant.drafting.guard import Proposals
+from speculant.drafting.composite import CompositeDrafter, Proposals, SubDrafter, build_sub_drafters
 from speculant.types import DraftTree, Request
 
 METHOD = Method(default_length=8, accepts_model=True, varies=True)
@@ -54,6 +53,8 @@ class FallbackDrafter(CompositeDrafter):
         drafts: Proposals = {}
         waiting = list(zip(requests, limits, strict=True))
         for guarded, is_model, model_follows in self._stages:
+            if not waiting:
+                break
             bounded = [(each, self._selection.bound(each, limit)) for each, limit in waiting] if is_model else waiting
             found = self.propose_with(guarded, bounded)
             for request, _ in waiting:

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from speculant.beams import Beams, Hypothesis, Scored, tree_of
 from speculant.cache import KVCache
-from speculant.drafting.guard import Proposals
+from speculant.drafting.composite import Proposals
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import Distributions, DynamicTree, Pick, StaticTree, TreeTopology
 from speculant.kernels import REFERENCE, Sampler

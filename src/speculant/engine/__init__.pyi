@@ -13,7 +13,18 @@ from .build import (
 from .commit import Committed as Committed, fail as fail, roll_back as roll_back
 from .draft_loading import draft_vocabulary as draft_vocabulary
 from .engine import Engine as Engine, EngineOptions as EngineOptions
-from .generation import Generation as Generation, StreamPiece as StreamPiece
+from .generation import (
+    REFUSED as REFUSED,
+    ExplicitEncoderDecoderPrompt as ExplicitEncoderDecoderPrompt,
+    Generation as Generation,
+    PlainPrompt as PlainPrompt,
+    Prompt as Prompt,
+    PromptPair as PromptPair,
+    RenderedPrompt as RenderedPrompt,
+    StreamPiece as StreamPiece,
+    TextPrompt as TextPrompt,
+    TokensPrompt as TokensPrompt,
+)
 from .llm import (
     LLM as LLM,
     BeamSearchOutput as BeamSearchOutput,
@@ -53,19 +64,9 @@ from .profiling import (
     profiled as profiled,
     unmarked as unmarked,
 )
-from .prompts import (
-    REFUSED as REFUSED,
-    ExplicitEncoderDecoderPrompt as ExplicitEncoderDecoderPrompt,
-    PlainPrompt as PlainPrompt,
-    Prompt as Prompt,
-    PromptPair as PromptPair,
-    RenderedPrompt as RenderedPrompt,
-    TextPrompt as TextPrompt,
-    TokensPrompt as TokensPrompt,
-)
-from .propose import DraftBounds as DraftBounds, DraftBudget as DraftBudget, room as room
 from .requests import CheckedRequest as CheckedRequest, RequestFactory as RequestFactory
 from .runner import TargetOutput as TargetOutput, forward_target as forward_target
+from .step import DraftBounds as DraftBounds, DraftBudget as DraftBudget, room as room
 from .verify import (
     Decision as Decision,
     advance_sound as advance_sound,

@@ -26,8 +26,7 @@ from typing import Any, Self
 from speculant.engine.build import Runtime
 from speculant.engine.engine import Engine
 from speculant.engine.frontend import Frontend, takes
-from speculant.engine.generation import Generation, StreamPiece
-from speculant.engine.prompts import Prompt
+from speculant.engine.generation import Generation, Prompt, StreamPiece
 from speculant.errors import EngineClosedError, EngineDeadError, SpeculantError
 from speculant.metrics import EngineMetrics
 from speculant.params import SamplingParams

@@ -250,34 +250,33 @@ def roll_back(request: Request, num_output: int) -> None:
 
 
 def _append(tokens: Sequence[int], request: Request, max_model_len: int) -> list[int]:
-    """Append tokens up to the one that ends the request; return them."""
-    committed = []
-    for token in tokens:
-        if request.constraint is not None:
-            request.constraint.advance([token])
-        request.extend([token])
-        committed.append(token)
-        request.finish_reason, request.stop_reason = _why_finished(request, token, max_model_len)
-        if request.finish_reason is not None:
-            break
+    """Append tokens up to the one that ends the request: by an end, its constraint or its length; return them."""
+    params, checker, constraint, committed = request.params, request.stop_checker, request.constraint, list[int]()
+    before = len(request.tokens) - len(request.prompt)
+    room = max_model_len - len(request.tokens)
+    if params.max_tokens is not None:
+        room = min(room, params.max_tokens - before)
+    try:
+        for token in tokens:
+            if constraint is not None:
+                constraint.advance([token])
+            committed.append(token)
+            may_stop = before + len(committed) >= params.min_tokens
+            if may_stop and token in request.end_token_ids:
+                request.finish_reason, request.stop_reason = "stop", _named_stop(request, token)
+                if checker is not None:
+                    checker.push_end(token)
+            elif checker is not None and (stop_string := checker.push(token)) is not None and may_stop:
+                request.finish_reason, request.stop_reason = "stop", stop_string
+            elif constraint is not None and constraint.is_done:
+                request.finish_reason = "stop"
+            elif len(committed) >= room:
+                request.finish_reason = "length"
+            if request.finish_reason is not None:
+                break
+    finally:  # what the constraint has advanced by is rolled back with the request
+        request.extend(committed)
     return committed
-
-
-def _why_finished(request: Request, token: int, max_model_len: int) -> tuple[str | None, int | str | None]:
-    """Return why a request that just gained `token` is over: by an end, its constraint or its length; else None."""
-    num_output, params, checker = len(request.tokens) - len(request.prompt), request.params, request.stop_checker
-    if token in request.end_token_ids and num_output >= params.min_tokens:
-        if checker is not None:
-            checker.push_end(token)
-        return "stop", _named_stop(request, token)
-    stop_string = None if checker is None else checker.push(token)
-    if stop_string is not None and num_output >= params.min_tokens:
-        return "stop", stop_string
-    if request.constraint is not None and request.constraint.is_done:
-        return "stop", None
-    if num_output == params.max_tokens or len(request.tokens) >= max_model_len:
-        return "length", None
-    return None, None
 
 
 def _named_stop(request: Request, token: int) -> int | None:

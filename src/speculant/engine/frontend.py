@@ -15,14 +15,16 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from speculant.config import EngineConfig, Limits
 from speculant.constraints import Constraint
 from speculant.engine.build import build_engine
-from speculant.engine.generation import Generation, StreamPiece, with_token_texts
-from speculant.engine.prompts import (
+from speculant.engine.generation import (
+    Generation,
     PlainPrompt,
     Prompt,
     PromptPair,
     RenderedPrompt,
+    StreamPiece,
     TokenisedPrompt,
     read_prompt,
+    with_token_texts,
 )
 from speculant.engine.requests import check_client
 from speculant.engine.vllm_arguments import read_arguments

@@ -15,8 +15,7 @@ from typing import Any
 
 from speculant.engine.engine import Engine
 from speculant.engine.frontend import Frontend, Message
-from speculant.engine.generation import Generation, StreamPiece, with_token_texts
-from speculant.engine.prompts import Prompt, split_prompts
+from speculant.engine.generation import Generation, Prompt, StreamPiece, split_prompts, with_token_texts
 from speculant.engine.vllm_arguments import check_call
 from speculant.errors import ConfigError, RequestError
 from speculant.metrics import Metric, read_metrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -100,7 +100,7 @@ def forward_target(
     model: CausalLM,
     cache: KVCache,
     scheduled: Sequence[Scheduled],
-    trees: Sequence[DraftTree],
+    trees: Iterable[DraftTree],
     layers: Sequence[int] = (),
 ) -> tuple[list[TargetOutput], Tensor]:
     """Process every sequence's tokens and draft in one pass; logits are computed for the rows that need them.

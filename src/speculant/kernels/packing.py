@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculant.kernels.memory import Arena, aligned
-from speculant.kernels.native import INDEX_BYTES, Kernels, Type, Weight
+from speculant.kernels.native import INDEX_BYTES, Arena, Kernels, Type, Weight, aligned
 
 CHUNK_BYTES = 2**22  # of rows converted at once; a chunk has at least one panel per thread
 WINDOW_BYTES = 2**23  # of plain panels coded at once, so that they stay in the processor's caches

@@ -1,4 +1,3 @@
-from .acceptance import MethodAcceptance as MethodAcceptance
 from .adaptive import BUDGET as BUDGET, Adaptive as Adaptive, Experiments as Experiments
 from .base import (
     DraftLength as DraftLength,
@@ -41,6 +40,7 @@ from .measuring import (
 from .plan import (
     LONGEST as LONGEST,
     Array as Array,
+    MethodAcceptance as MethodAcceptance,
     Offers as Offers,
     choose_jointly as choose_jointly,
     choose_scored as choose_scored,

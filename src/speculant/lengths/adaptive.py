@@ -1,8 +1,8 @@
 """The lengths with the most expected tokens per second, from past acceptance and the costs of steps on this machine.
 
 A plan (plan.py) compares every number of draft nodes, 0 included, for the whole batch at once, by the costs of steps
-(costs.py) and the estimated acceptance (acceptance.py). It holds for some steps. What it leaves out is tried again by
-one schedule of experiments. The engine calls, in each step that is not paused:
+(costs.py) and the estimated acceptance. It holds for some steps. What it leaves out is tried again by one schedule of
+experiments. The engine calls, in each step that is not paused:
 
     choose  ->  drafts  ->  trim, prefers (drafts with scores)  ->  target pass  ->  observe
 """
@@ -19,7 +19,6 @@ import numpy as np
 from typing_extensions import override
 
 from speculant.errors import ConfigError, suggest
-from speculant.lengths.acceptance import MethodAcceptance
 from speculant.lengths.base import DraftLength, DraftLengthContext, DraftOutcome, ScoredDraft, num_rows
 from speculant.lengths.costs import (
     LEARNT,
@@ -33,6 +32,7 @@ from speculant.lengths.costs import (
 )
 from speculant.lengths.plan import (
     Array,
+    MethodAcceptance,
     Offers,
     StepPlan,
     asked_length,
@@ -195,13 +195,13 @@ class Adaptive(DraftLength):
     def _make(self, schedule: Schedule, work: list[tuple[int, int, bool]], before: StepPlan) -> StepPlan:
         """Return the plan of the next steps; work: see `StepPlan.made_for`."""
         plan, by_method = StepPlan.plain(schedule, work, self._costs, RESTS), dict[str, list[int]]()
-        for place, item in enumerate(schedule.items):
+        for place, (item, (_, _, decodes)) in enumerate(zip(schedule.items, work, strict=True)):
             request, method = item.request, item.request.drafter
-            plan.pure = plan.pure and item.decodes and request.search is None
+            plan.pure = plan.pure and decodes and request.search is None
             if (asked := asked_length(request)) is not None or request.search is not None:
                 plan.lengths[place] = self._most(request) if asked is None else asked
                 plan.left = HOLDS
-            elif item.decodes and method is not None:
+            elif decodes and method is not None:
                 by_method.setdefault(method, []).append(place)
         self._drawn = {}
         if plan.pure and self._tries_plain(by_method, before):

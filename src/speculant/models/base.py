@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain as chained
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -420,18 +421,19 @@ def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.d
         slot_mapping += slots
         for known_slots, added in zip(others, own, strict=True):
             known_slots += added
-    rows = ids(tokens), ids(positions), ids(slot_mapping)
+    rows = ids([*tokens, *positions, *slot_mapping, *chained.from_iterable(others)]).view(3 + len(others), len(tokens))
     if device.type != "cpu":
-        rows = rows[0].to(device), rows[1].to(device), rows[2].to(device)
-    every = torch.stack((rows[2], *(ids(slots).to(device) for slots in others))) if others else None
+        rows = rows.to(device)
     return Batch(
-        *rows,
+        rows[0],
+        rows[1],
+        rows[2],
         tuple(segments),
         cache.block_size,
         _stack(embeddings).to(device) if embeddings else None,
         ids([*embeddings]).to(device) if embeddings else _NO_ROWS,
         torch.cat(hidden) if hidden else None,
-        every,
+        rows[2:] if others else None,
     )
 
 

@@ -1,19 +1,17 @@
-from .fairness import (
+from .order import (
+    PATIENCE as PATIENCE,
+    POLICIES as POLICIES,
     TURN as TURN,
     Account as Account,
     Accounts as Accounts,
     Holding as Holding,
-    divide as divide,
-    places_of as places_of,
-    yields as yields,
-)
-from .order import (
-    PATIENCE as PATIENCE,
-    POLICIES as POLICIES,
     Key as Key,
     Standing as Standing,
     WaitingQueue as WaitingQueue,
     WaitingRequests as WaitingRequests,
+    divide as divide,
+    places_of as places_of,
+    yields as yields,
 )
 from .schedule import (
     ALONE_S as ALONE_S,

@@ -9,8 +9,8 @@ hypotheses of a beam search are not a draft: all have to be computed, if necessa
                 +------preempt-------+      for memory, or for a client without a place: its blocks are released, and
                                             its tokens recomputed later
 
-Places and rows are divided among clients, and a client's among its requests (scheduling/fairness.py). A policy orders
-the requests of one client (scheduling/order.py). The rows of a step are divided in scheduling/division.py.
+Places and rows are divided among clients, and a client's among its requests, which a policy orders
+(scheduling/order.py). The rows of a step are divided in scheduling/schedule.py.
 """
 
 from __future__ import annotations
@@ -23,10 +23,19 @@ from operator import attrgetter
 from speculant.cache import KVCache
 from speculant.config import Limits
 from speculant.errors import CapacityError
-from speculant.scheduling.division import RowDivision
-from speculant.scheduling.fairness import TURN, Holding, by_client, last_of, surplus, yields
-from speculant.scheduling.order import Key, Standings, WaitingRequests, width
-from speculant.scheduling.schedule import Encoding, Schedule, Scheduled
+from speculant.scheduling.order import (
+    TURN,
+    Holding,
+    Key,
+    Standings,
+    WaitingRequests,
+    by_client,
+    last_of,
+    surplus,
+    width,
+    yields,
+)
+from speculant.scheduling.schedule import Encoding, RowDivision, Schedule, Scheduled
 from speculant.types import Client, Request
 
 logger = logging.getLogger(__name__)

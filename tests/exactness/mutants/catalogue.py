@@ -214,8 +214,8 @@ DISTRIBUTIONS = [
     Mutant(
         "constraint not advanced",
         COMMIT,
-        "            request.constraint.advance([token])\n",
-        "            pass\n",
+        "                constraint.advance([token])\n",
+        "                pass\n",
         "test_constraints.py::test_speculation_changes_no_constrained_text[settings0-none]",
     ),
     Mutant(
@@ -308,15 +308,15 @@ ENDS = [
     Mutant(
         "end of sequence inside a draft ignored",
         COMMIT,
-        "        if request.finish_reason is not None:\n            break",
-        "        if request.finish_reason is not None and len(committed) == len(tokens):\n            break",
+        "            if request.finish_reason is not None:\n                break",
+        "            if request.finish_reason is not None and len(committed) == len(tokens):\n                break",
         END.format("auto-right-5-paged"),
     ),
     Mutant(
         "max_tokens overshot",
         COMMIT,
-        "num_output == params.max_tokens",
-        "num_output - 1 == params.max_tokens",
+        "params.max_tokens - before)",
+        "params.max_tokens - before + 1)",
         "test_ends.py::test_max_tokens_is_met_exactly[right-3]",
     ),
     Mutant(
@@ -329,8 +329,8 @@ ENDS = [
     Mutant(
         "length cap hides an earlier stop",
         COMMIT,
-        "if token in request.end_token_ids and num_output >= params.min_tokens:",
-        "if token in request.end_token_ids and params.min_tokens <= num_output != params.max_tokens:",
+        "if may_stop and token in request.end_token_ids:",
+        "if may_stop and token in request.end_token_ids and len(committed) < room:",
         "test_ends.py::test_an_end_token_wins_over_the_length[right-5]",
     ),
     Mutant(
@@ -343,8 +343,8 @@ ENDS = [
     Mutant(
         "one token too many at the context's end",
         COMMIT,
-        "len(request.tokens) >= max_model_len",
-        "len(request.tokens) > max_model_len",
+        "room = max_model_len - len(request.tokens)",
+        "room = max_model_len - len(request.tokens) + 1",
         "test_ends.py::test_the_context_is_filled_and_never_overflows[none-1-paged]",
     ),
     Mutant(

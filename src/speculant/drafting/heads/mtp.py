@@ -32,8 +32,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, Method, read_options
+from speculant.drafting.composite import Proposals
 from speculant.drafting.growth import Drafting, chain_input, draw_chains, fit_vocabulary
-from speculant.drafting.guard import Proposals
 from speculant.drafting.heads.folder import SPECULATORS, HeadFolder, Renamed, renamed, require_target
 from speculant.drafting.heads.hidden import HiddenDrafter, HiddenStateRunner
 from speculant.drafting.heads.page import HeadPage, last_state, load_head, make_head_drafter, newest

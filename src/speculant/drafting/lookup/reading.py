@@ -79,6 +79,11 @@ def match_score(length: int) -> float:
     return length / (length + 2)
 
 
+def match_scores(length: int, count: int) -> list[float]:
+    """Return the scores of tokens that follow each other, the first after a match of `length` tokens; see above."""
+    return [matched / (matched + 2) for matched in range(length, length + count)]
+
+
 TOKEN_BYTES = 4
 LONGEST_SCORED = 32  # tokens; a longer match is scored as this one
 
@@ -148,7 +153,7 @@ class RecentMatches(SequenceReader):
         copied, period = self._tokens[place : place + limit], len(self._tokens) - place
         while len(copied) < limit:
             copied.append(copied[-period])
-        return DraftTree.chain(copied, scores=[match_score(length + depth) for depth in range(limit)])
+        return DraftTree.chain(copied, scores=match_scores(length, limit))
 
     def _enter(self, place: int) -> None:
         """Enter a place as the latest; each one whose entry is taken moves on to the next table."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, mul
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +26,7 @@ from weakref import WeakKeyDictionary
 from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, Method, read_options
-from speculant.drafting.lookup.reading import ReadingDrafter, SequenceReader, match_score
+from speculant.drafting.lookup.reading import ReadingDrafter, SequenceReader, match_scores
 from speculant.errors import ConfigError
 from speculant.kernels import Continuation, SuffixIndex, SuffixSettings, open_suffix_index
 from speculant.text import read_sequences
@@ -122,7 +123,7 @@ class SuffixStore:
 
     def continuations(self, salt: str, context: Sequence[int], limit: int) -> list[Continuation]:
         """Return the continuations of a context in the texts of this salt, of newer ones first, then in the corpus."""
-        indexes = (*(each.indexes.get(salt) for each in (self._newer, self._older)), self._corpus)
+        indexes = self._newer.indexes.get(salt), self._older.indexes.get(salt), self._corpus
         return [index.continuation(context, limit) for index in indexes if index is not None]
 
     @property
@@ -166,13 +167,13 @@ class SuffixReader(SequenceReader):
     def draft(self, limit: int, ahead: Sequence[int] = ()) -> DraftTree:
         recent = [*self._recent, *ahead][-self._most_recent :]
         own = self._index.continuation(recent, limit)
-        found = max([own, *self._store.continuations(self._salt, recent, limit)], key=lambda each: each.score)
+        found = max([own, *self._store.continuations(self._salt, recent, limit)], key=attrgetter("score"))
         return DraftTree.chain(found.tokens, scores=scores_of(found)) if found.tokens else DraftTree.empty()
 
 
 def scores_of(found: Continuation) -> list[float]:
     """Estimate each token's acceptance by its ratio and by the length of the match before it."""
-    return [ratio * match_score(found.length + depth) for depth, ratio in enumerate(found.ratios)]
+    return list(map(mul, found.ratios, match_scores(found.length, len(found.ratios))))
 
 
 class SuffixDrafter(ReadingDrafter):

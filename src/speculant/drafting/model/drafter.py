@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from speculant.cache import Source
 from speculant.drafting.base import DrafterContext, DrafterNeeds, StatelessDrafter
+from speculant.drafting.composite import Proposals
 from speculant.drafting.growth import (
     DepthProbs,
     Drafting,
@@ -30,7 +31,6 @@ from speculant.drafting.growth import (
     grow_trees,
     likeliest,
 )
-from speculant.drafting.guard import Proposals
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import USUAL_NODES, DynamicTree, StaticTree, TreeTopology
 from speculant.errors import ConfigError, PairError

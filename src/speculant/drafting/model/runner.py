@@ -289,7 +289,7 @@ class DraftModelRunner:
         if keep < held:
             self.cache.truncate_to(request.seq_id, keep)
         self.cache.insert_prefix(request.seq_id, committed)
-        if keep <= len(committed):
+        if self.cache.is_windowed and keep <= len(committed):
             self.cache.drop_unseen(request.seq_id)
         return keep, text
 

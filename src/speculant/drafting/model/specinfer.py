@@ -20,8 +20,8 @@ from speculant.drafting.base import (
     read_options,
     require_no_stop,
 )
+from speculant.drafting.composite import Proposals
 from speculant.drafting.growth import Drafting, grow_trees
-from speculant.drafting.guard import Proposals
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import ParallelChains
 from speculant.errors import ConfigError

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain as chained
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -45,7 +46,6 @@ from speculant.kernels import (
     settings_array,
 )
 from speculant.models.base import (
-    NO_TABLE,
     BackendModel,
     Batch,
     CausalLM,
@@ -88,21 +88,22 @@ class AngleTables:
         self.widths = array("q", [rotary.pairs for rotary in self._rotaries])
         self.tensors: list[Tensor] = []
         self._positions = 0
-        self._cosines, self._sines, self._factors = array("Q"), array("Q"), array("Q")
+        self._pointers: tuple[array[int], ...] = ()
+        self._cosines = self._sines = 0  # addresses of the pointers
+        self._factors: int | None = None
 
     def point(self, on: Pass, end: int) -> None:
         """Let a pass point to tables that have the positions below `end`."""
         if end > self._positions and self._rotaries:
             self._grow(next_power(end))
-        on.cosines, on.sines = address(self._cosines), address(self._sines)
-        on.query_factors = address(self._factors) if any(self._factors) else None
+        on.cosines, on.sines, on.query_factors = self._cosines, self._sines, self._factors
 
-    def rows(self, positions: Tensor, long: Tensor | None) -> Tensor | None:
+    def rows(self, positions: Tensor, long: Tensor) -> Tensor | None:
         """Return the rows of the tables [T] for rows of a pass, after `point`; None = their positions.
 
         long: see `Batch.long_rows`.
         """
-        return positions + self._positions * long if long is not None and bool(long.any()) else None
+        return positions + self._positions * long if bool(long.any()) else None
 
     def _grow(self, positions: int) -> None:
         at, long = torch.arange(positions), None
@@ -111,8 +112,10 @@ class AngleTables:
         both = [_halves(rotary, at, long) for rotary in self._rotaries]
         factors = [rotary.query_factors(at) for rotary in self._rotaries]
         self.tensors = [table for of_one in both for table in of_one] + [each for each in factors if each is not None]
-        self._cosines, self._sines = (array("Q", [of_one[i].data_ptr() for of_one in both]) for i in (0, 1))
-        self._factors = array("Q", [0 if each is None else each.data_ptr() for each in factors])
+        cosines, sines = (array("Q", [of_one[i].data_ptr() for of_one in both]) for i in (0, 1))
+        scaling = array("Q", [0 if each is None else each.data_ptr() for each in factors])
+        self._pointers, self._cosines, self._sines = (cosines, sines, scaling), address(cosines), address(sines)
+        self._factors = address(scaling) if any(scaling) else None
         self._positions = positions
 
 
@@ -159,39 +162,46 @@ class ChainRows:
     """The input rows of chains, concatenated, with slots that it reserves. See `known` for unknown tokens.
 
     count: their number. most_drawn: the most rows of a later pass. end: length of the longest sequence in the cache.
-    end_position: one more than the last position of a token. groups: of the model's layers. positions [count]: theirs.
-    lengths [count]: those of their texts, see `SequenceInput.length`.
+    groups: of the model's layers.
     """
 
     def __init__(self, chains: Sequence[Chain], vocab_size: int, cache: KVCache, groups: int) -> None:
         tokens, positions, segments, end = list[int](), list[int](), list[int](), 0
-        slots = [list[int]() for _ in range(cache.num_groups)]
+        slots, groups_apart = [list[int]() for _ in range(cache.num_groups)], cache.num_groups > 1
         self._tables: list[array[int]] = []
-        self.positions, self.lengths, self.end_position = positions, list[int](), 0
+        self._positions, self._ends, self.most_drawn = positions, list[int](), 0
         self._angles: Tensor | None = None
         for chain in chains:
             seq_id, own, num_positions = chain.request.seq_id, chain.input_tokens, chain.num_positions
             _, start, reserved, others = cache.reserve(seq_id, num_positions)
             table, count = cache.table(seq_id), len(own)
-            segments += (len(tokens), count, start, count, -1, address(table), stride(table, cache.num_groups), 0)
-            source = NO_TABLE if chain.source is None else cache.table(chain.source)
-            segments += (address(source), 0 if chain.source is None else cache.length(chain.source))
-            self._tables += (table, source)
+            stride = len(table) // cache.num_groups if groups_apart else 0
+            segments += (len(tokens), count, start, count, -1, table.buffer_info()[0], stride, 0)
+            self._tables.append(table)
+            if chain.source is None:
+                segments += (0, 0)
+            else:
+                self._tables.append(cache.table(chain.source))
+                segments += (address(self._tables[-1]), cache.length(chain.source))
             tokens += own
             positions += range(start, start + count)
             for known_slots, added in zip(slots, (reserved, *others), strict=True):
                 known_slots += added[:count]
-            self.lengths += [chain.request.num_positions] * count
+            self._ends.append(start + count)
             end = max(end, start + num_positions)
-            self.end_position = max(self.end_position, start + count + chain.inner_depth)
-        self.most_drawn = sum(chain.num_inner if chain.is_tree else 1 for chain in chains)
+            self.most_drawn += num_positions - count if chain.is_tree else 1
         self.count, self.end, self._num_segments, self._groups = len(tokens), end, len(chains), groups
         slots *= groups // len(slots)
         self._memory = array("q", [*known(tokens, vocab_size), *positions, *chained.from_iterable(slots), *segments])
 
-    def long_rows(self, needs: ModelNeeds) -> Tensor | None:
-        """See `Batch.long_rows`."""
-        return None if needs.restart_at is None else torch.tensor([needs.is_long(each) for each in self.lengths])
+    def end_position(self, chains: Sequence[Chain]) -> int:
+        """Return one more than the last position of a token."""
+        return max(end + chain.inner_depth for chain, end in zip(chains, self._ends, strict=True))
+
+    def long_rows(self, chains: Sequence[Chain], needs: ModelNeeds) -> tuple[Tensor, Tensor]:
+        """Return the rows' positions [count], and which of them are of long texts: see `Batch.long_rows`."""
+        long = [needs.is_long(chain.request.num_positions) for chain in chains for _ in chain.input_tokens]
+        return ids(self._positions), torch.tensor(long)
 
     def point(self, on: Pass, angles: Tensor | None) -> None:
         """Let a pass point to the rows. angles: see `AngleTables.rows`."""
@@ -246,7 +256,10 @@ class Drawn:
     def prepare(self, chains: Sequence[Chain], scratch: Scratch) -> None:
         """Take the keys of the chains' draws, and memory for their probs."""
         out, keys = list[int](), list[int]()
-        emitting = [chain for chain in chains if chain.emits_probs]
+        emitting = list[Chain]()
+        for chain in chains:
+            if chain.emits_probs:
+                emitting.append(chain)
         if emitting:
             lengths = [chain.limit for chain in emitting]
             probs = torch.split(scratch.empty(sum(lengths), self._width, dtype=torch.float64), lengths)
@@ -278,11 +291,6 @@ class Drawn:
             chain.tokens = tokens
 
 
-def stride(table: array[int], num_groups: int) -> int:
-    """Return the entries from one group's part of a block table to the next; 0 = all groups of layers have the same."""
-    return 0 if num_groups == 1 else len(table) // num_groups
-
-
 Recorded = TypeVar("Recorded", bound=Program)
 FEWEST_ROWS = 16  # that the buffers have room for at first
 
@@ -293,16 +301,17 @@ class LayerPointers:
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
         self._storage: weakref.ref[KVStorage] | None = None  # of the addresses
-        self._keys, self._values = array("Q"), array("Q")
+        self._pointers: tuple[array[int], array[int]] | None = None
+        self._keys = self._values = 0  # addresses of the pointers
 
     def point(self, on: Pass, storage: KVStorage) -> None:
         """Let a pass point to a storage's layers."""
         if self._storage is None or self._storage() is not storage:
             layers = [storage.layer(layer) for layer in range(self._num_layers)]
-            self._keys = array("Q", [keys.data_ptr() for keys, _ in layers])
-            self._values = array("Q", [values.data_ptr() for _, values in layers])
+            keys, values = (array("Q", [layer[i].data_ptr() for layer in layers]) for i in (0, 1))
+            self._pointers, self._keys, self._values = (keys, values), address(keys), address(values)
             self._storage = weakref.ref(storage)
-        on.keys, on.values = address(self._keys), address(self._values)
+        on.keys, on.values = self._keys, self._values
 
 
 class Layout(NamedTuple):
@@ -352,7 +361,7 @@ class NativeDecoder(BackendModel, KeepsScratch, HeadHost, RoundsHeads, LinearHos
         config = packed.config
         stored = None if packed.cache_type == TYPES[dtype] else CACHE_TYPES[packed.cache_type]
         self.cache_shape = cache_shape(config, dtype, torch.device("cpu"), stored)
-        self._num_groups = len(self.cache_shape.groups)
+        self._num_groups, self._learned_positions = len(self.cache_shape.groups), config.embedding.positions
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
         self.kernels, self.packed = kernels, packed
@@ -403,14 +412,13 @@ class NativeDecoder(BackendModel, KeepsScratch, HeadHost, RoundsHeads, LinearHos
     @property
     def program(self) -> Program:
         """A pass without taps."""
-        return self._program(())
+        return self._programs.get(()) or self._recorded(())
 
-    def _program(self, taps: tuple[int, ...]) -> Program:
-        """Return the pass with these taps; it is recorded at its first use."""
-        if taps not in self._programs:
-            check_taps(taps, self.num_layers)
-            self._programs[taps] = self._checked(self._record(taps), self._head)
-        return self._programs[taps]
+    def _recorded(self, taps: tuple[int, ...]) -> Program:
+        """Record the pass with these taps, at its first use."""
+        check_taps(taps, self.num_layers)
+        program = self._programs[taps] = self._checked(self._record(taps), self._head)
+        return program
 
     def _record(self, taps: tuple[int, ...]) -> Program:
         return Program(self.packed, self._buffers, taps)
@@ -491,7 +499,7 @@ class NativeDecoder(BackendModel, KeepsScratch, HeadHost, RoundsHeads, LinearHos
         """Hidden states are float32."""
         check_sources(batch, self.needs)
         layout, rows = self.layout(batch, storage), batch.tokens.shape[0]
-        program = self._program(tuple(taps))
+        program = self._programs.get(tuple(taps)) or self._recorded(tuple(taps))
         tapped = program.next_taps(rows) if taps else ()
         self.kernels.run(program.ops, layout.on)
         return Hidden(copied(program.hidden[:rows]), tapped)
@@ -511,40 +519,38 @@ class NativeDecoder(BackendModel, KeepsScratch, HeadHost, RoundsHeads, LinearHos
 
     def layout(self, batch: Batch, storage: KVStorage) -> Layout:
         """Return the arguments of the program for a batch."""
-        segments, parents, end = _segments(batch)
-        if self.config.embedding.positions:
+        groups = batch.num_groups
+        segments, parents, end = _segments(batch, groups)
+        if self._learned_positions:
             self._check_learned(int(batch.positions.max()) + 1)
         on = self._pass(storage, batch.block_size, batch.tokens.shape[0], end)
         tokens = batch.tokens if batch.embeddings is None else batch.tokens.index_fill(0, batch.embedded_rows, 0)
         on.tokens, on.positions = tokens.data_ptr(), batch.positions.data_ptr()
-        slots = self._slots(batch)
+        slots = batch.slot_mapping if batch.group_slots is None else batch.group_slots
+        if groups != self._num_groups:
+            require_one(groups, self._num_groups)
+            slots = slots.repeat(self._num_groups)
         on.slots = slots.data_ptr()
-        on.num_segments, on.segments, on.parents = len(batch.segments), address(segments), address(parents)
-        inputs, angles = self._inputs(batch), self._angles.rows(batch.positions, batch.long_rows(self.needs))
+        on.num_segments, on.segments = len(batch.segments), address(segments)
+        on.parents = address(parents) if parents else None
+        inputs = None if batch.embeddings is None else self._inputs(batch, batch.embeddings)
+        long = None if self.needs.restart_at is None else batch.long_rows(self.needs)
+        angles = None if long is None else self._angles.rows(batch.positions, long)
         on.inputs = address(inputs[0]) if inputs else None
         on.angles = None if angles is None else angles.data_ptr()
         return Layout(on, (batch, tokens, slots, segments, parents, inputs, angles))
 
-    def _slots(self, batch: Batch) -> Tensor:
-        """Return the slots [groups, T] of a batch. A cache with one group serves all layers alike."""
-        require_groups(batch.num_groups, self._num_groups)
-        if batch.group_slots is not None:
-            return batch.group_slots
-        return batch.slot_mapping if self._num_groups == 1 else batch.slot_mapping.repeat(self._num_groups)
-
-    def _inputs(self, batch: Batch) -> tuple[array[int], Tensor] | None:
-        """Return the address of each row's input embedding (0 = look its token up) and their memory, if any."""
-        if batch.embeddings is None:
-            return None
+    def _inputs(self, batch: Batch, embeddings: Tensor) -> tuple[array[int], Tensor]:
+        """Return the address of each row's input embedding (0 = look its token up) and their memory."""
         check_embeddings(batch, self.hidden_size)
-        embeddings, pointers = batch.embeddings.float().contiguous(), array("Q", bytes(8 * len(batch.tokens)))
+        embeddings, pointers = embeddings.float().contiguous(), array("Q", bytes(8 * len(batch.tokens)))
         for row, vector in zip(batch.embedded_rows.tolist(), embeddings, strict=True):
             pointers[row] = vector.data_ptr()
         return pointers, embeddings
 
     def _check_learned(self, end: int) -> None:
         """Raise ValueError for positions up to `end` - 1 that a table of learned positions does not have."""
-        rows = self.config.embedding.positions
+        rows = self._learned_positions
         if rows and end > rows:
             raise ValueError(f"a pass has position {end - 1}, and the model has {rows} learned positions")
 
@@ -573,19 +579,24 @@ class NativeDecoder(BackendModel, KeepsScratch, HeadHost, RoundsHeads, LinearHos
     @override
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
         """All foreseeable chains and trees are drawn in one call."""
-        foreseen = [chain for chain in chains if is_foreseeable(chain)]
+        foreseen, others = list[Chain](), list[Chain]()
+        for chain in chains:
+            (foreseen if is_foreseeable(chain) else others).append(chain)
         if foreseen:
             self._draw_at_once(foreseen, cache, vocab_size)
-        return [chain for chain in chains if not is_foreseeable(chain)] if len(foreseen) < len(chains) else ()
+        return others
 
     def _draw_at_once(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> None:
-        chains = sorted(chains, key=_by_limit)
-        require_groups(cache.num_groups, self._num_groups)
+        chains = sorted(chains, key=attrgetter("limit"), reverse=True)
+        if cache.num_groups != self._num_groups:
+            require_one(cache.num_groups, self._num_groups)
         assert not self.needs.source or all(chain.source is not None for chain in chains), "a chain has no source"
         rows = ChainRows(chains, self.vocab_size, cache, self._num_groups)
-        self._check_learned(rows.end_position)
+        if self._learned_positions:
+            self._check_learned(rows.end_position(chains))
         on = self._pass(cache.storage, cache.block_size, rows.count, rows.end, rows.most_drawn)
-        rows.point(on, self._angles.rows(ids(rows.positions), rows.long_rows(self.needs)))
+        restart_at = self.needs.restart_at
+        rows.point(on, None if restart_at is None else self._angles.rows(*rows.long_rows(chains, self.needs)))
         drawing = chains if chains[-1].limit else [chain for chain in chains if chain.limit]
         if drawing:
             drawn = self._drawn
@@ -605,29 +616,26 @@ class NativeDecoder(BackendModel, KeepsScratch, HeadHost, RoundsHeads, LinearHos
         """Set the inputs that rows have besides tokens: none here. draft: the draws that follow, if any."""
 
 
-def _segments(batch: Batch) -> tuple[array[int], array[int], int]:
+def _segments(batch: Batch, groups: int) -> tuple[array[int], array[int], int]:
     """Return the fields of the segments (csrc/speculant.h), the parents, and the length of the longest sequence.
 
-    The fields point to the batch's block tables.
+    The fields point to the batch's block tables. groups: of layers that these tables have.
     """
-    fields, parents, first, end, groups = list[int](), list[int](), 0, 0, batch.num_groups
+    fields, parents, first, end = list[int](), list[int](), 0, 0
     for segment in batch.segments:
         _, start, chain, table, own, _, source, source_length = segment
         rows, tree = chain, -1
         if own and not segment.is_chain:
             chain, tree = segment.num_committed, len(parents)
             parents += own
-        fields += (first, rows, start, chain, tree, address(table), stride(table, groups), 0)
-        fields += (address(source), source_length)
+        stride = len(table) // groups if groups > 1 else 0
+        fields += (first, rows, start, chain, tree, table.buffer_info()[0], stride, 0)
+        fields += (address(source) if source_length else 0, source_length)
         first, end = first + rows, max(end, start + rows)
     return array("q", fields), array("q", parents), end
 
 
-def require_groups(num_groups: int, expected: int) -> None:
-    """Raise ValueError unless a cache has one group, which serves all layers, or those of a model's layers."""
-    if num_groups not in (1, expected):
+def require_one(num_groups: int, expected: int) -> None:
+    """Raise ValueError unless a cache with other groups than a model's layers has one, which serves them all alike."""
+    if num_groups != 1:
         raise ValueError(f"a cache with {num_groups} groups of layers is used by a model with {expected}")
-
-
-def _by_limit(chain: Chain) -> int:
-    return -chain.limit

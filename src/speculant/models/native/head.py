@@ -222,7 +222,7 @@ class NativeHead(NativeDecoder):
     @property
     def program(self) -> HeadProgram:
         """The pass."""
-        made = self._program(())
+        made = super().program
         assert isinstance(made, HeadProgram)
         return made
 

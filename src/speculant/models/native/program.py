@@ -16,7 +16,7 @@ own rows     a pass's only row, normed and packed, per thread    csrc/program.h
 angles       cosines and sines of each position                  models/native/decoder.py
 spans        softmaxes of each row, head and span of keys        csrc/attention.h; at most MOST_SPAN_BYTES
 items        keys and softmaxes of one work item, per thread     csrc/attention.h
-sampling     logits and probs of each row                        kernels/memory.py; at most MOST_BYTES
+sampling     logits and probs of each row                        kernels/native.py; at most MOST_BYTES
 candidates   tokens that top-k, top-p and min-p choose from      csrc/probs.h, per thread
 """
 
