@@ -21,8 +21,7 @@ from speculant.constraints import forced_tokens, prepare_masks
 from speculant.drafting import Drafters
 from speculant.engine.commit import Committed, commit_output, notify
 from speculant.engine.profiling import ENCODE, Mark, unmarked
-from speculant.engine.runner import forward_target, with_successors
-from speculant.engine.verify import verify
+from speculant.engine.runner import forward_target, verify, with_successors
 from speculant.kernels import REFERENCE, Sampler
 from speculant.lengths import DraftOutcome, GuardedLength, num_rows
 from speculant.metrics import StepTiming
