@@ -276,6 +276,9 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
         if drafting:
             notify(drafters, outputs, committed)
     if drafting and drafts and not length.paused:
-        outcomes = [draft.observed(each.outcome) for draft, each in zip(drafts, committed, strict=True)]
-        length.observe([*filter(None, outcomes)], replace(timing, committed=time.perf_counter()))
+        outcomes = list[DraftOutcome]()
+        for draft, each in zip(drafts, committed, strict=True):
+            if (outcome := draft.observed(each.outcome)) is not None:
+                outcomes.append(outcome)
+        length.observe(outcomes, replace(timing, committed=time.perf_counter()))
     return committed, timing
