@@ -180,7 +180,7 @@ class SpeculativeConfig:
 
     method: None = `fallback`, or `draft_model` if a model is given with a length, options, or a policy other than
     `adaptive`. num_speculative_tokens: None = the policy's choice, or the method's default length for the policy
-    `fixed`. verification: "auto" chooses per request (engine/verify.py). draft_length: the name of a policy, or a
+    `fixed`. verification: "auto" chooses per request (engine/runner.py). draft_length: the name of a policy, or a
     mapping with the key `policy` and the policy's own keys; None = `fixed` if num_speculative_tokens is set, otherwise
     `adaptive`. methods: additional methods that requests may name. use_heterogeneous_vocab: whether a draft model may
     have another tokenizer than the target; None = it may. model_backend: of the draft model, see `EngineConfig`; None =

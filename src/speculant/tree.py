@@ -31,8 +31,8 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: list[int], probs: Tensor | None = None, scores: Sequence[float] | None = None) -> DraftTree:
-        """Make a tree without branches from integers."""
-        tree, values = cls.__new__(cls), _integers(tokens)
+        """Make a tree without branches from integers of any type. Raises TypeError for others."""
+        tree, values = cls.__new__(cls), array("q", tokens).tolist()  # integers of Python, of any integer type
         size = len(values)
         vars(tree).update(
             token_list=values, size=size, parent_list=list(range(-1, size - 1)), probs=probs, scores=scores,
@@ -48,10 +48,10 @@ class DraftTree:
         probs: Tensor | None = None,
         scores: Sequence[float] | None = None,
     ) -> DraftTree:
-        """Make a tree from integers."""
-        tree, values = cls.__new__(cls), _integers(tokens)
+        """Make a tree from integers of any type. Raises TypeError for others."""
+        tree, values = cls.__new__(cls), array("q", tokens).tolist()
         vars(tree).update(
-            token_list=values, size=len(values), parent_list=_integers(parents), probs=probs, scores=scores
+            token_list=values, size=len(values), parent_list=array("q", parents).tolist(), probs=probs, scores=scores
         )
         return tree
 
@@ -165,11 +165,6 @@ class DraftTree:
                 break
             path.append(found)
         return path
-
-
-def _integers(values: Sequence[int]) -> list[int]:
-    """Return values of any integer type as Python integers; raises TypeError for other types."""
-    return array("q", values).tolist()
 
 
 def ids(values: Sequence[int]) -> Tensor:

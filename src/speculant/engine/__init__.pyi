@@ -65,14 +65,16 @@ from .profiling import (
     unmarked as unmarked,
 )
 from .requests import CheckedRequest as CheckedRequest, RequestFactory as RequestFactory
-from .runner import TargetOutput as TargetOutput, forward_target as forward_target
-from .step import DraftBounds as DraftBounds, DraftBudget as DraftBudget, room as room
-from .verify import (
+from .runner import (
     Decision as Decision,
+    TargetOutput as TargetOutput,
     advance_sound as advance_sound,
+    forward_target as forward_target,
     verifier_for as verifier_for,
+    verify as verify,
     verify_sound as verify_sound,
 )
+from .step import DraftBounds as DraftBounds, DraftBudget as DraftBudget, room as room
 from .vllm_arguments import (
     QUANTISED as QUANTISED,
     RENAMED as RENAMED,

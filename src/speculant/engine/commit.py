@@ -12,8 +12,7 @@ from speculant.beams import Beams, Hypothesis, common_prefix
 from speculant.cache import KVCache
 from speculant.drafting import Drafters
 from speculant.engine.logprobs import record_logprobs, record_prompt
-from speculant.engine.runner import TargetOutput
-from speculant.engine.verify import Decision
+from speculant.engine.runner import Decision, TargetOutput
 from speculant.errors import RequestError, SpeculantError
 from speculant.lengths import DraftOutcome
 from speculant.metrics import StepTiming

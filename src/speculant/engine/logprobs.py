@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from speculant.engine.verify import not_finite
+from speculant.engine.runner import not_finite
 from speculant.models import CausalLM
 from speculant.types import Logprob, Logprobs, Request
 

@@ -18,7 +18,7 @@ from speculant.beams import Beams, BeamSearch
 from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.drafting import DrafterNeeds, Drafters
-from speculant.engine.verify import choose_verifier, verifier_for
+from speculant.engine.runner import choose_verifier, verifier_for
 from speculant.errors import ConfigError, RequestError, suggest
 from speculant.metrics import PassTotals, RequestMetrics, TimingMetrics
 from speculant.models import NO_RULES, OutputRules

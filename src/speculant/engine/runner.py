@@ -1,18 +1,45 @@
-"""One target pass: from a flat batch to the logits of the rows that need them."""
+"""One target pass, from a flat batch to the logits of the rows that need them, and the verdict on each draft.
+
+A row of logits may not give a distribution. After a committed token, this is an error of the request. After a drafted
+node, the nodes below it are dropped. The node itself may be accepted, since its parent's row decides that; the verdict
+then ends with it, and the next pass computes the same row after a committed token. So an output ends where it would end
+without a draft.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from speculant.beams import Beams
 from speculant.cache import MEASURED, KVCache, Source
+from speculant.constraints import checked_mask
+from speculant.errors import ConstraintError, RequestError, SpeculantError
+from speculant.kernels import NO_TOKEN, RowDraw, Sampler
 from speculant.models import CausalLM, Hidden, SequenceInput, build_batch, encode_sources
-from speculant.sampling import take_rows, top_tokens
+from speculant.params import SamplingParams
+from speculant.sampling import (
+    Chance,
+    Chances,
+    KeyedNoise,
+    Node,
+    Noise,
+    Stream,
+    foresee,
+    most_likely,
+    rank,
+    row_maxima,
+    take_rows,
+    top_tokens,
+)
+from speculant.sampling.distribution import distribution
 from speculant.scheduling import NO_DRAFT, Scheduled
-from speculant.types import CommittedRows, DraftTree, Request, Successors, state_rows
+from speculant.types import CommittedRows, DraftTree, Request, Successors, Verdict, state_rows
+from speculant.verification import CheckedVerifier, Verifier, Verifiers, follow
 
 _NO_REQUEST = 0  # a sequence id; those of requests count from 1
 
@@ -196,3 +223,210 @@ def _with_successors(output: TargetOutput, count: int) -> TargetOutput:
     inputs = [output.item.tokens[-1] if node < 0 else output.tree.token_list[node] for node in output.nodes]
     best: list[list[int]] = top_tokens(logits, count).tolist()
     return output._replace(successors=list(zip(inputs, best, strict=True)))
+
+
+_Chosen = tuple[TargetOutput, CheckedVerifier]  # an output with logits, and the verifier of its draft
+Decision = Verdict | Beams | SpeculantError  # `Beams` of an advanced search; an error ends that request alone
+
+
+def verify(
+    outputs: Sequence[TargetOutput],
+    logits: Tensor,
+    verifiers: Verifiers,
+    chances: Chances,
+    sampler: Sampler,
+) -> dict[int, Decision]:
+    """Return the decision on each output that has logits, by sequence id.
+
+    logits: those of all outputs in order. Their distributions are made at once, then each draft is verified. Where a
+    verdict follows from one token drawn after each node, all these tokens are drawn at once. If every next token is
+    simply the one with the largest logit, no distribution is made.
+    """
+    chosen, takes_best = list[_Chosen](), True
+    for output in outputs:
+        if output.pass_logits is not None:
+            request = output.item.request
+            checked = verifiers[request.verifier, request.params.greedy]
+            chosen.append((output, checked))
+            takes_best = takes_best and _takes_best(request) and checked.draws_after(output.tree)
+    if not chosen:
+        return {}
+    if takes_best:
+        return _take_best(chosen, logits)
+    nodes = list[Node]()
+    for output, checked in chosen:
+        nodes += _nodes(output, checked.verifier)
+    probs = distribution(logits, nodes, sampler)
+    drawn, decisions = _draw_ahead(chosen, probs, chances, sampler), dict[int, Decision]()
+    maxima = row_maxima(probs) if len(drawn) < len(probs) else ()
+    for output, checked in chosen:
+        row = output.first_logits
+        decisions[output.item.request.seq_id] = (
+            _follow(output, drawn) or _failure(output.item.request, row_maxima(probs[row : row + 1])[0])
+            if row in drawn
+            else _decide(output, checked.verifier, probs, maxima, chances)
+        )
+    return decisions
+
+
+def choose_verifier(request: Request, deterministic: bool, branches: bool = False) -> str:
+    """Return a verifier's name: match for a seeded or greedy request or a deterministic draft.
+
+    For sampled drafts it is the lossless verifier that accepts most: block for a chain, traversal for a tree.
+    """
+    if request.params.seed is not None or request.params.greedy or deterministic:
+        return "match"
+    return "traversal" if branches else "block"
+
+
+def verifier_for(verifier: Verifier, params: SamplingParams) -> Verifier:
+    """Return the verifier of a request's drafts where `verifier` was chosen."""
+    return verifier.needs.greedy or verifier if params.greedy else verifier
+
+
+def _takes_best(request: Request) -> bool:
+    """Whether each next token is the one with the largest logit: a greedy sequence without edits."""
+    params = request.params
+    return params.greedy and not params.edits and request.constraint is None and request.search is None
+
+
+def _take_best(chosen: Sequence[_Chosen], logits: Tensor) -> dict[int, Decision]:
+    """Decide by the token with the largest logit of each row [V]."""
+    tokens, largest = most_likely(logits)
+    drawn = tokens
+    if not all(map(math.isfinite, largest)):
+        drawn = [token if math.isfinite(logit) else NO_TOKEN for token, logit in zip(tokens, largest, strict=True)]
+    decisions = dict[int, Decision]()
+    for output, _ in chosen:
+        none = 0.0 if largest[output.first_logits] == -math.inf else math.nan
+        decisions[output.item.request.seq_id] = _follow(output, drawn) or failure_of(none)
+    return decisions
+
+
+def _draw_ahead(chosen: Sequence[_Chosen], probs: Tensor, chances: Chances, sampler: Sampler) -> dict[int, int]:
+    """Draw a token from each row of the sequences whose verdict follows from these draws; return the tokens by row."""
+    draws = list[RowDraw]()
+    for output, checked in chosen:
+        request, tree = output.item.request, output.tree
+        if request.search is not None or not checked.draws_after(tree):
+            continue
+        chance = chances.verify(request)
+        if isinstance(chance, (Stream, KeyedNoise)):
+            keys, shared = foresee(chance, max(tree.depths, default=0) + 1), chance.noise is Noise.SHARED
+            for row, depth in enumerate((0, *tree.depths), output.first_logits):
+                draws.append(RowDraw(row, shared, keys[depth]))
+    tokens = sampler.draw_rows(probs, draws) if draws else ()
+    return {draw.row: token for draw, token in zip(draws, tokens, strict=True)}
+
+
+def _follow(output: TargetOutput, drawn: Sequence[int] | Mapping[int, int]) -> Verdict | None:
+    """Return the verdict of a draft by the tokens drawn from each row; None if its root has no distribution."""
+    tree, first = output.tree, output.first_logits + 1
+    if not tree.size:
+        return Verdict((), drawn[first - 1]) if drawn[first - 1] >= 0 else None
+    tokens = [*map(drawn.__getitem__, range(first, first + tree.size)), drawn[first - 1]]  # the root's is tokens[-1]
+    return follow(tree, tokens.__getitem__)
+
+
+def _nodes(output: TargetOutput, verifier: Verifier) -> list[Node]:
+    """Return the `Node` of each row; rows share one if drafted tokens before them have no effect."""
+    request, tree = output.item.request, output.tree
+    if request.constraint is None and not request.params.edits:
+        return [Node(request, (), verifier.needs.softened)] * len(output.nodes)
+    return [Node(request, tree.tokens_to(node), verifier.needs.softened) for node in output.nodes]
+
+
+def _decide(
+    output: TargetOutput, verifier: Verifier, probs: Tensor, maxima: Sequence[float], chances: Chances
+) -> Decision:
+    """Decide by the output's rows of probs. Without a draft every rule draws from the root's row."""
+    request, tree, first = output.item.request, output.tree, output.first_logits
+    end = first + len(output.nodes)
+    if request.search is not None:
+        with request.work:
+            return advance_sound(request.search.beams, tree, output.nodes, probs[first:end], maxima[first:end])
+    if not 0 < maxima[first] < math.inf:
+        return _failure(request, maxima[first])
+    if not tree.size and not verifier.needs.softened:
+        return Verdict((), chances.verify(request).draw(probs[first]))
+    return verify_sound(verifier, tree, probs[first:end], maxima[first:end], chances.verify(request))
+
+
+def _failure(request: Request, largest: float) -> SpeculantError:
+    """Return the error of a request's row that is not a distribution: its constraint's own one if it has failed."""
+    if largest == 0 and request.constraint is not None:
+        try:
+            checked_mask(request.constraint, ())
+        except ConstraintError as error:
+            return error
+    return failure_of(largest)
+
+
+def failure_of(largest: float) -> SpeculantError:
+    """Return the error of a row that is not a distribution; its largest entry is 0 or NaN."""
+    if largest == 0:
+        return RequestError(
+            "no token is possible: all are banned by the constraint, bad_words, allowed_token_ids, logit_bias or"
+            " min_tokens, or by the model itself",
+            "allow at least one token in every place.",
+        )
+    return not_finite()
+
+
+def not_finite() -> SpeculantError:
+    """Return the error of logits that are NaN or +infinity."""
+    return SpeculantError(
+        "the target model produced logits that are NaN or infinite", "check the checkpoint, or load it in float32."
+    )
+
+
+def verify_sound(verifier: Verifier, tree: DraftTree, p: Tensor, maxima: Sequence[float], chance: Chance) -> Verdict:
+    """Verify a tree by the rows of p [n + 1, V] that are distributions, as the root's is; see `row_maxima`."""
+    sound = min(maxima) > 0 and math.isfinite(sum(maxima))
+    failed = set() if sound else {node for node in range(tree.size) if not 0 < maxima[1 + node] < math.inf}
+    if not failed:
+        return verifier.verify(tree, p, chance)
+    nodes = _not_below(tree, failed)
+    p = p[[0, *(1 + node for node in nodes)]]
+    for place, node in enumerate(nodes):
+        if node in failed:  # it is a leaf now, and the draw from its row is not used
+            p[1 + place] = 0.0
+            p[1 + place, 0] = 1.0
+    verdict = verifier.verify(_only(tree, nodes), p, chance)
+    path = tuple(nodes[node] for node in verdict.path)
+    if path and path[-1] in failed:
+        return Verdict(path[:-1], tree.token_list[path[-1]])
+    return Verdict(path, verdict.token)
+
+
+def _not_below(tree: DraftTree, failed: set[int]) -> list[int]:
+    """Return the nodes that have no ancestor among the failed ones."""
+    below: set[int] = set()
+    for node, parent in enumerate(tree.parent_list):
+        if parent in failed or parent in below:
+            below.add(node)
+    return [node for node in range(tree.size) if node not in below]
+
+
+def _only(tree: DraftTree, nodes: Sequence[int]) -> DraftTree:
+    """Return the tree of some nodes, whose parents are among them."""
+    places = {-1: -1, **{node: place for place, node in enumerate(nodes)}}
+    parents = [places[tree.parent_list[node]] for node in nodes]
+    probs = None if tree.probs is None else tree.probs[list(nodes)]
+    return DraftTree.of([tree.token_list[node] for node in nodes], parents, probs)
+
+
+def advance_sound(
+    beams: Beams, tree: DraftTree, nodes: Sequence[int], probs: Tensor, maxima: Sequence[float]
+) -> Beams | SpeculantError:
+    """Advance a search by the probs [len(nodes), V] after nodes of a tree, -1 = the root.
+
+    A text without a possible token has no continuations. A live hypothesis whose row is NaN is an error; a drafted one
+    waits for the next pass.
+    """
+    ranked = dict(zip(nodes, rank(probs, beams.width, beams.end_token_ids), strict=True))
+    finite = {node: ranked[node] for node, largest in zip(nodes, maxima, strict=True) if math.isfinite(largest)}
+    scored = beams.scored_by(tree, finite)
+    if len(finite) < len(ranked) and beams.scored_by(tree, ranked).keys() - scored.keys():
+        return not_finite()
+    return beams.advance(scored)

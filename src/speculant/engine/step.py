@@ -21,8 +21,7 @@ from speculant.constraints import forced_tokens, prepare_masks
 from speculant.drafting import Drafters
 from speculant.engine.commit import Committed, commit_output, notify
 from speculant.engine.profiling import ENCODE, Mark, unmarked
-from speculant.engine.runner import forward_target, with_successors
-from speculant.engine.verify import verify
+from speculant.engine.runner import forward_target, verify, with_successors
 from speculant.kernels import REFERENCE, Sampler
 from speculant.lengths import DraftOutcome, GuardedLength, num_rows
 from speculant.metrics import StepTiming
@@ -277,6 +276,9 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
         if drafting:
             notify(drafters, outputs, committed)
     if drafting and drafts and not length.paused:
-        outcomes = [draft.observed(each.outcome) for draft, each in zip(drafts, committed, strict=True)]
-        length.observe([*filter(None, outcomes)], replace(timing, committed=time.perf_counter()))
+        outcomes = list[DraftOutcome]()
+        for draft, each in zip(drafts, committed, strict=True):
+            if (outcome := draft.observed(each.outcome)) is not None:
+                outcomes.append(outcome)
+        length.observe(outcomes, replace(timing, committed=time.perf_counter()))
     return committed, timing

@@ -6,7 +6,8 @@ depth for a method that gives no scores, by score for one that does, and each se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from operator import truediv
@@ -43,6 +44,12 @@ class Rate:
         """Count tests, and return the estimate."""
         kept = memory if tested == 1 else memory**tested
         self.accepted, self.tested = kept * self.accepted + accepted, kept * self.tested + tested
+        return (self.accepted + self.prior * self.prior_tests) / (self.tested + self.prior_tests)
+
+    def add_each(self, tests: Iterable[int], memory: float) -> float:
+        """Count tests one after the other, and return the estimate."""
+        for accepted in tests:
+            self.accepted, self.tested = memory * self.accepted + accepted, memory * self.tested + 1
         return (self.accepted + self.prior * self.prior_tests) / (self.tested + self.prior_tests)
 
 
@@ -95,9 +102,11 @@ class MethodAcceptance:
         if draft is None:
             self._observe_depths(tests)
         else:
+            by_bucket = defaultdict[int, list[bool]](list)
             for score, accepted in tested_scores(draft, outcome):
-                bucket = min(int(score * BUCKETS), BUCKETS - 1)
-                self._score_rates[bucket] = self._by_score[bucket].add(accepted, METHOD_MEMORY)
+                by_bucket[min(int(score * BUCKETS), BUCKETS - 1)].append(accepted)
+            for bucket, own_tests in by_bucket.items():
+                self._score_rates[bucket] = self._by_score[bucket].add_each(own_tests, METHOD_MEMORY)
         self._rate = self._whole.add(sum(tests), METHOD_MEMORY, len(tests))
         own.add(sum(tests), SEQUENCE_MEMORY, len(tests))
 

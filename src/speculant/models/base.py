@@ -417,7 +417,7 @@ def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.d
         positions += range(start, start + count)
         if tree.size:
             tokens += tree.token_list
-            positions += [start + count - 1 + depth for depth in tree.depths]
+            positions += map((start + count - 1).__add__, tree.depths)
         slot_mapping += slots
         for known_slots, added in zip(others, own, strict=True):
             known_slots += added

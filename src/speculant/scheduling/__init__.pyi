@@ -13,12 +13,12 @@ from .order import (
     places_of as places_of,
     yields as yields,
 )
-from .schedule import (
+from .scheduler import (
     ALONE_S as ALONE_S,
     NO_DRAFT as NO_DRAFT,
     STEP_S as STEP_S,
     Schedule as Schedule,
     Scheduled as Scheduled,
+    Scheduler as Scheduler,
     WorkBudget as WorkBudget,
 )
-from .scheduler import Scheduler as Scheduler

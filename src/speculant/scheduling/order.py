@@ -10,7 +10,7 @@ Shares are fair: clients are served in turn, each in proportion to its weight, w
     a place to run            the client with the fewest running sequences; of equals, the one with the lowest counter
     the rows of a step        every client as many as it needs, or an equal part of the rest (max-min fairness)
     a place to wait           every client an equal part of all places
-    the time of a step's work every client an equal part (scheduling/schedule.py)
+    the time of a step's work every client an equal part (scheduling/scheduler.py)
 
 Numbers are divided by weights: four sequences of a client of weight 2 count as two.
 

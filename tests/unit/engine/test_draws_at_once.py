@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.engine import Decision, TargetOutput
-from speculant.engine.verify import verify
+from speculant.engine import Decision, TargetOutput, verify
 from speculant.errors import SpeculantError
 from speculant.kernels import REFERENCE, NativeSampler, Sampler, open_kernels
 from speculant.params import SamplingParams
