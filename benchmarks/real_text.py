@@ -9,13 +9,13 @@ its lookups. All are made once and kept in ~/.cache/speculant/inflated. With --s
 Prompts are our own, of ten of Spec-Bench's kinds (arXiv 2401.07851: of MT-bench's categories writing, roleplay, coding,
 extraction and stem, and the five other tasks), in real_text.jsonl, by the model's chat template. A round has the next
 ones. A text ends where the model ends it. In each round every way runs once, every other round backwards. Each run has
-a cache salt of its own (`lab.bench.runs`), so no way drafts from texts that another one wrote before.
+a cache salt of its own (`lab.bench.measuring`), so no way drafts from texts that another one wrote before.
 
 Speed is tokens per second of a request after its first token, over that of plain decoding in the same round; figures
 are quartiles over rounds, `by_category` the default's over all prompts of a kind. `best_fixed` may be plain decoding.
 The oracle drafts, with the draft model as the default has it, the tokens of plain decoding's texts that will be
 accepted, and no others, at the step costs measured here; it is computed, not run. alpha and the cost ratio are measured
-as `speculant bench check-pair` does, on these texts. A head has neither.
+as `speculant check-pair` does, on these texts. A head has neither.
 """
 
 from __future__ import annotations

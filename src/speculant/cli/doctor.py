@@ -359,6 +359,7 @@ REQUIRED_PACKAGES = (
     "gguf",
     "rich",
     "typer",
+    "typing-extensions",
 )
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
@@ -508,7 +509,6 @@ def _embedded_models() -> dict[str, Any]:
 
 
 def _model_files(role: str) -> list[Path]:
-
     from speculant.models import resolve_source
 
     try:
