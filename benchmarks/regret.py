@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # for `tests`, however the scri
 
 from speculant import plugins
 from speculant.lab.bench import Benchmark, markdown
-from speculant.lengths import acceptance, adaptive, costs
+from speculant.lengths import adaptive, costs, plan
 from tests.unit.lengths.groups import PolicyScore, by_group, judge, make_machines
 from tests.unit.lengths.machines import Machine
 
@@ -52,7 +52,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 CONSTANTS = {
     adaptive: ("PROBE", "PLAIN_STEPS", "HOLDS", "RESTS", "LOOKUP_MEMORY", "BUDGET"),
     costs: ("DRIFT", "OUTLIER", "LEARNT", "COMPARED", "NEAR", "ROW_SHARE", "LEAST_BACKLOG"),
-    acceptance: (
+    plan: (
         *("PRIOR", "PRIOR_TESTS", "DEPTH_PRIOR_TESTS", "METHOD_MEMORY", "SEQUENCE_MEMORY", "SEQUENCE_PRIOR_TESTS"),
         *("SCORE_PRIOR_TESTS", "BUCKETS"),
     ),

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from speculant.kernels import LEAST_BYTES, Scratch, memory as memory_module
+from speculant.kernels import LEAST_BYTES, Scratch, native as native_module
 
 ROWS, WIDTH = 40, 8192  # 2.6 MB of float64
 
@@ -41,7 +41,7 @@ def test_scratch_keeps_no_small_tensors() -> None:
 
 
 def test_scratch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_module, "MOST_BYTES", 2 * LEAST_BYTES)
+    monkeypatch.setattr(native_module, "MOST_BYTES", 2 * LEAST_BYTES)
     memory = Scratch()
     held = [memory.empty(LEAST_BYTES // 4, dtype=torch.float32) for _ in range(5)]
     assert memory._kept == 2 * LEAST_BYTES
