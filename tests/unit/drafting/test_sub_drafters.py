@@ -293,7 +293,7 @@ def test_composites_serve_requests_of_one_llm(checkpoints: Checkpoints) -> None:
         checkpoints.target,
         dtype="float64",
         draft_model=checkpoints.near,
-        speculative_config={"method": "draft_model", "methods": ["cascade", "fallback"]},
+        speculative_config={"method": "draft_model", "methods": ["cascade", "fallback"], "draft_length": "fixed"},
     )
     wanted = [SamplingParams(**params, speculation={"method": name} if name else False) for name in methods]
     results = llm.generate(texts, wanted)
