@@ -259,6 +259,7 @@ def _append(tokens: Sequence[int], request: Request, max_model_len: int) -> list
         for token in tokens:
             if constraint is not None:
                 constraint.advance([token])
+                request.extend([token])  # which constraints read
             committed.append(token)
             may_stop = before + len(committed) >= params.min_tokens
             if may_stop and token in request.end_token_ids:
@@ -273,8 +274,9 @@ def _append(tokens: Sequence[int], request: Request, max_model_len: int) -> list
                 request.finish_reason = "length"
             if request.finish_reason is not None:
                 break
-    finally:  # what the constraint has advanced by is rolled back with the request
-        request.extend(committed)
+    finally:  # an error in the middle is rolled back from here
+        if constraint is None:
+            request.extend(committed)
     return committed
 
 
