@@ -262,7 +262,7 @@ class BlockPool:
             self._evict()
 
     def shortage(self, missing: int, seq_id: int, why: str = "needs") -> CapacityError:
-        """Return the error of a sequence for which so many blocks are missing and not free."""
+        """Return the error of a sequence that needs more blocks than are free."""
         kind = "" if self.window is None else f" for layers with a window of {self.window} positions"
         return CapacityError(
             f"sequence {seq_id} {why} {missing} more cache blocks{kind} and "

@@ -47,7 +47,7 @@ from speculant.text import (
 from speculant.types import ANYONE, Client
 
 Message = Mapping[str, Any]
-_Pieces = TypeVar("_Pieces")  # what a stream is: an iterator, or an asynchronous one
+_Pieces = TypeVar("_Pieces")  # a stream's type: an iterator, or an asynchronous one
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

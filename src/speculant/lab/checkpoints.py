@@ -84,7 +84,7 @@ def _put(made: Expression, part: Tensor, stored: Tensor) -> None:
 
 
 class _Place(NamedTuple):
-    """What an expression reads of a stored tensor: these indices of a dimension, None = all; and what it adds."""
+    """The part of a stored tensor that an expression reads: indices of a dimension, None = all. number: it is added."""
 
     view: Tensor
     dim: int
@@ -93,7 +93,7 @@ class _Place(NamedTuple):
 
 
 def _place(made: Expression, shape: Shape, stored: Tensor) -> _Place:
-    """Return the place of what an expression reads, from the shape of its result."""
+    """Return the part that an expression reads, from the shape of its result."""
     if isinstance(made, str):
         return _Place(stored, 0, None, 0.0)
     view, dim, chosen, number = of = _place(made.of, made.stored_shape(shape), stored)

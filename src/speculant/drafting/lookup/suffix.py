@@ -197,7 +197,7 @@ class SuffixDrafter(ReadingDrafter):
 
     @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """Draft, and learn what a request has gained if that is a whole part."""
+        """Draft, and learn the newest tokens of a request once they fill a whole part."""
         drafts = super().propose(requests, limits)
         for request in requests:
             if self._gained(request) >= PART:

@@ -19,7 +19,7 @@ from speculant.lab.training.optimizer import Optimizer
 from speculant.lab.training.trainer import FILE_NAME, Batches, Trainer, Watch
 
 C = TypeVar("C", bound=RunConfig)
-M = TypeVar("M")  # what is measured at the end
+M = TypeVar("M")  # the measurements at the end
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def _train(trainer: Trainer) -> None:
 
 @dataclass(frozen=True)
 class Show:
-    """Shows what a run does; by default nothing is shown.
+    """The display of a run; by default there is none.
 
     doing, watched: for a block and its description; watched yields a function for the fraction that is done. training:
     runs a trainer to its end.
@@ -59,7 +59,7 @@ def begin_folder(out: Path, resume: bool, checkpoint: Path | None = None) -> Non
     checkpoint: the folder of the run's first checkpoint; None = the same.
     """
     if not resume and ((checkpoint or out) / FILE_NAME).exists():
-        raise ConfigError(f"{out} holds a run already", "add --resume to go on with it, or choose another --out.")
+        raise ConfigError(f"{out} holds a run already", "add --resume to continue it, or choose another --out.")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
