@@ -129,7 +129,7 @@ RANDOMNESS = [
     Mutant(
         "seeded requests verified by a ratio rule",
         VERIFY,
-        "request.params.seed is not None or ",
+        "params.seed is not None or ",
         "",
         "test_seeds.py::test_speculation_changes_no_seeded_text[model-plain]",
     ),
