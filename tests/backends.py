@@ -55,7 +55,9 @@ class ChainModel(Decoder):
 
     def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
         own = [
-            chain for chain in chains if chain.request.params.greedy and chain.request.shared_noise and not chain.widths
+            chain
+            for chain in chains
+            if chain.request.params.greedy and chain.request.drafts.shared_noise and not chain.widths
         ]
         for chain in own:
             self._draw(chain, cache)

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
+import torch
 
 from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.drafting import (
     Drafter,
+    DrafterContext,
     DrafterNeeds,
     Drafters,
     DraftModelRunner,
+    DraftModels,
     ModelDrafter,
     StatelessDrafter,
+    Target,
     TreeTopology,
 )
 from speculant.engine import Engine, EngineOptions, load_verifiers
+from speculant.kernels import REFERENCE, Sampler
 from speculant.lab.exactness import TableModel
 from speculant.lengths import DraftLength, Fixed
+from speculant.models import CausalLM
 from speculant.params import SamplingParams
 from speculant.sampling import Chances, KeyedChances
 from speculant.types import ANYONE, NO_WORK, Client, DraftTree, Request, StepOutput, StopChecker
@@ -35,6 +42,30 @@ MakeCache = Callable[[CacheShape, Limits], KVCache]
 BLOCK = 4  # positions in a block of the paged caches
 MANY_STEPS = 10_000
 ROOMY = Limits(max_model_len=32, max_num_seqs=1, max_num_batched_tokens=32)
+
+
+def never(*arguments: object) -> Any:
+    """Load or make nothing."""
+    raise AssertionError("nothing is loaded")
+
+
+def drafter_context(
+    vocab_size: int,
+    options: Mapping[str, Any] | None = None,
+    model: str | None = None,
+    *,
+    load: Callable[..., CausalLM] = never,
+    make_cache: Callable[[CacheShape], KVCache] = never,
+    target: CausalLM | None = None,
+    target_cache: Callable[[], KVCache | None] = lambda: None,
+    chances: Chances | None = None,
+    sampler: Sampler = REFERENCE,
+    budget: int = 64,
+) -> DrafterContext:
+    """Return the context that a drafter is built from, on the CPU."""
+    known = Target(vocab_size, torch.device("cpu"), sampler, target, cache=target_cache)
+    chances = KeyedChances(sampler) if chances is None else chances
+    return DrafterContext(options or {}, model, known, DraftModels(load), make_cache, chances, budget)
 
 
 class ScriptedDrafter(StatelessDrafter):
@@ -180,8 +211,8 @@ class Rig:
         assert self.pass_may_fail or not metrics.transient_errors, "a step failed, but for no sequence alone"
         gained = {(output.request_id, output.index) for output in outputs if output.token is not None}
         for request in self.requests:
-            if request.error is not None and not isinstance(request.error, self.expected):
-                raise request.error
+            if request.ending.error is not None and not isinstance(request.ending.error, self.expected):
+                raise request.ending.error
             if is_fed(request):
                 self._check_held(request, (request.request_id, request.index) in gained)
         self.requests = [request for request in self.requests if not request.finished]
@@ -192,7 +223,7 @@ class Rig:
 
         A beam search gains its tokens when it is over, and held what they have in common with what was fed last.
         """
-        if request.finish_reason in ("abort", "error"):
+        if request.ending.reason in ("abort", "error"):
             return
         held = self.released[request.seq_id] if request.finished else stored_tokens(self.cache, request.seq_id)
         assert held == request.tokens[: len(held)], "something was kept that was not committed"

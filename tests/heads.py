@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor
 from speculant.cache import KVCache, Source, paged_cache, slotted_cache
 from speculant.drafting import Drafter, DrafterContext, StatelessDrafter
 from speculant.models import CausalLM, SequenceInput, build_batch, encode_sources
-from speculant.sampling import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
+from tests.fakes import drafter_context
 
 LAYER = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -33,17 +34,8 @@ def write_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
 
 def head_context(folder: str, target: CausalLM, options: Mapping[str, Any]) -> DrafterContext:
     """Return the context that a head's drafter is built from."""
-    return DrafterContext(
-        options=options,
-        model=folder,
-        vocab_size=target.vocab_size,
-        device=torch.device("cpu"),
-        chances=KeyedChances(),
-        max_num_batched_tokens=64,
-        load_draft=lambda source, head_tokens=(): target,
-        make_cache=lambda shape: paged_cache(shape, 64, 4),
-        target=target,
-    )
+    make_cache = partial(paged_cache, num_blocks=64, block_size=4)
+    return drafter_context(target.vocab_size, options, folder, make_cache=make_cache, target=target)
 
 
 class Random:
@@ -280,7 +272,7 @@ def fresh_rows(
     drafter: Drafter, target: CausalLM, tokens: Sequence[int], start: int = 0, source: Sequence[int] = ()
 ) -> CommittedRows:
     """Return the rows, from `start` on, that a drafter observes of a fresh pass over a text."""
-    states = fresh_states(target, tokens, drafter.needs.hidden_layers, source)
+    states = fresh_states(target, tokens, drafter.needs.target.hidden_layers, source)
     inputs: Tensor | None = getattr(drafter, "inputs", None)
     ahead = None if inputs is None else fresh_ahead(target, tokens, inputs, source)
     return CommittedRows(start, tokens[start:], (), tuple(each[start:] for each in states), ahead=ahead)

@@ -87,7 +87,7 @@ class Ledger:
                 said.append(output.token)
                 gained.setdefault(request.seq_id, []).append(output)
             ends = request.finished and len(said) == request.num_output
-            assert output.finish_reason == (request.finish_reason if ends else None), "an end in the wrong place"
+            assert output.finish_reason == (request.ending.reason if ends else None), "an end in the wrong place"
         for seq_id, step in gained.items():
             self._steps[seq_id].append(step)
         for request in list(self.live.values()):
@@ -100,7 +100,7 @@ class Ledger:
         """Check a request that is over, and forget it."""
         del self.live[request.seq_id]
         assert_own_beam(request) if request.params.beam_width else assert_own_tokens(request)
-        reason, ends = request.finish_reason, [token in request.end_token_ids for token in request.output]
+        reason, ends = request.ending.reason, [token in request.stops.end_token_ids for token in request.output]
         assert not any(ends[:-1]), "tokens behind an end"
         if request.search is None:
             assert_figures(request.metrics, self._steps[request.seq_id])
@@ -109,10 +109,10 @@ class Ledger:
             full = request.num_output == request.params.max_tokens or len(request.tokens) == MAX_LEN
             assert (ends[-1], ends[-1] or full) == (reason == "stop", True), f"it ended for no {reason}"
         elif reason == "error":
-            blame = [seq_ids for error, seq_ids in self.raised if error is request.error]
+            blame = [seq_ids for error, seq_ids in self.raised if error is request.ending.error]
             culprit = request.seq_id if is_fed(request) else request.seq_id - request.index
             assert blame in ([[culprit]], [[request.source]]), (
-                f"ended by another's error, or by one of its own: {request.error!r}"
+                f"ended by another's error, or by one of its own: {request.ending.error!r}"
             )
         self.tally[f"ended by {reason}"] += 1
         self.tally["preemptions"] += request.metrics.num_preemptions
@@ -120,16 +120,21 @@ class Ledger:
 
 def assert_own_beam(request: Request) -> None:
     """Assert that a sample of a search that came to its end is what the plain search finds, and else nothing."""
-    if request.finish_reason in ("stop", "length"):
+    if request.ending.reason in ("stop", "length"):
         params, longest = request.params, MAX_LEN - len(request.prompt)
         longest = min(longest, params.max_tokens or longest)
         assert params.beam_width is not None
         found = found_beams(
-            request.source, request.prompt, params.beam_width, longest, request.end_token_ids, params.length_penalty
+            request.source,
+            request.prompt,
+            params.beam_width,
+            longest,
+            request.stops.end_token_ids,
+            params.length_penalty,
         )
         told = (tuple(request.output), *found_by(request))
         assert told == found[request.index], "not the beams of this prompt alone"
-    elif request.finish_reason == "error":
+    elif request.ending.reason == "error":
         assert not request.output, "a search that failed said something"
 
 
@@ -280,7 +285,7 @@ class Machine:
         self.story.append(("abort", request_id))
         self.engine.abort(request_id)
         for request in [request for request in self.live.values() if request.request_id == request_id]:
-            assert request.finish_reason == "abort"
+            assert request.ending.reason == "abort"
             self.ledger.close(request)
 
     def break_passes(self, digits: Digits) -> None:

@@ -19,7 +19,7 @@ from speculant.lab.checkpoints import save_tensors
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models import Decoder
 from speculant.params import SamplingParams
-from speculant.types import Request
+from speculant.types import DraftRules, Ending, Request, Sender, Stops
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())  # byte-level: a token is a byte
 PRINTABLE = [ALPHABET.index(chr(byte)) for byte in range(33, 127)]
@@ -145,13 +145,17 @@ def make_request(
     seq_id: int = 1,
     **fields: Any,
 ) -> Request:
-    """Make a request that has generated `output` so far; `fields` replace the other defaults."""
+    """Make a request that has generated `output` so far; `fields` replace the other defaults.
+
+    They are fields of `Request` or of the values in it.
+    """
     defaults: dict[str, Any] = {
         "request_id": f"request-{seq_id}",
         "index": 0,
         "params": params or SamplingParams(),
         "seed": seq_id,
-        "end_token_ids": frozenset(),
         "metrics": RequestMetrics(TimingMetrics(arrival=0.0)),
     }
+    for name, kind in {"sender": Sender, "drafts": DraftRules, "stops": Stops, "ending": Ending}.items():
+        defaults[name] = kind(**{key: fields.pop(key) for key in kind.__annotations__ if key in fields})
     return Request(seq_id=seq_id, prompt=tuple(prompt), tokens=[*prompt, *output], **{**defaults, **fields})

@@ -299,7 +299,7 @@ class PlainChances:
         return self._chance(request, 2)
 
     def _chance(self, request: Request, purpose: int) -> PlainChance:
-        if request.shared_noise:
+        if request.drafts.shared_noise:
             return PlainChance(scrambled(request.seed) + len(request.tokens))
         return PlainChance(scrambled(request.seed + purpose) + 1000 * request.rounds)
 
@@ -323,7 +323,7 @@ def _assert_own_draws(fresh: Request, output: Sequence[int], prefixes: Sequence[
     assert all(float(distribution[token]) > 0 for distribution, token in zip(distributions, output, strict=True)), (
         "an impossible token"
     )
-    if fresh.shared_noise:
+    if fresh.drafts.shared_noise:
         chance = PlainChances().verify(fresh)
         assert output == [chance.draw(distribution) for distribution in distributions], (
             f"not the text of {fresh.prompt} alone"

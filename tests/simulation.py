@@ -61,7 +61,7 @@ class World:
     def run(self, policy: DraftLength, batch: int, steps: int) -> float:
         """Return tokens per second over some steps of a batch."""
         requests = [
-            make_request([1] * self.prompt, [], LONG, seq_id=1 + index, drafter="some") for index in range(batch)
+            make_request([1] * self.prompt, [], LONG, seq_id=1 + index, method="some") for index in range(batch)
         ]
         lengths, missing, known, pause = [0] * batch, 1.0, [0] * batch, 0
         for step in range(steps):

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from speculant import LLM, SamplingParams, plugins
 from speculant.cache import CacheShape, KVCache, Source, paged_cache
-from speculant.drafting import Drafter, DrafterContext, Method, StatelessDrafter
+from speculant.drafting import Drafter, Method, StatelessDrafter
 from speculant.models import Checkpoint, encode_sources, load_model
-from speculant.sampling import KeyedChances
 from speculant.types import CommittedRows, Request
 from tests.drafters import model_of, options_of
+from tests.fakes import drafter_context
 from tests.heads import Shown
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, make_request
 
@@ -114,23 +112,21 @@ class Workshop:
 
     def build(self, budget: int = 256) -> Drafter:
         """Make a drafter that has seen what PROMPT leads to, if it learns."""
-        context = DrafterContext(
-            options=self.options,
-            model=self.model,
-            vocab_size=VOCAB_SIZE,
-            device=torch.device("cpu"),
-            chances=KeyedChances(self.target.backend.sampler),
-            max_num_batched_tokens=budget,
-            load_draft=lambda source, head_tokens=(): load_once(source, self.kind, head_tokens).model,
+        context = drafter_context(
+            VOCAB_SIZE,
+            self.options,
+            self.model,
+            load=lambda source, head_tokens=(): load_once(source, self.kind, head_tokens).model,
             make_cache=self.make_cache,
-            sampler=self.target.backend.sampler,
             target=self.target.model,
             target_cache=lambda: self.target_cache,
+            sampler=self.target.backend.sampler,
+            budget=budget,
         )
         drafter: Drafter = plugins.load(KIND, self.name).build(context)
-        if drafter.needs.target_cache and self.kind.source:
+        if drafter.needs.target.cache and self.kind.source:
             drafter = Sourced(drafter, Source(SOURCE, self.kind.source))
-        if drafter.needs.hidden_layers or drafter.needs.target_inputs:
+        if drafter.needs.target.hidden_layers or drafter.needs.target.inputs:
             drafter = Shown(drafter, self.target.model, self.kind.source)
         if self.method.learns:
             self._teach(drafter, CONTINUATION)
@@ -138,7 +134,7 @@ class Workshop:
 
     def _teach(self, drafter: Drafter, output: Sequence[int]) -> None:
         """Let a drafter see a whole request."""
-        request = self.request(999, output, finish_reason="length")
+        request = self.request(999, output, reason="length")
         drafter.begin(request)
         drafter.observe(request, CommittedRows(0, request.tokens[:-1], output))
         drafter.end(request)

@@ -117,7 +117,7 @@ class CommittedRows(NamedTuple):
     that the pass added to the sequence; the newest of them is not among `tokens`, as it is not computed yet.
 
     successors: for each row of the pass that has logits, those of rejected drafts among them, the input token
-    and the `DrafterNeeds.target_top_k` most likely next tokens by the target's logits, best first. In a prompt, only
+    and the `TargetNeeds.top_k` most likely next tokens by the target's logits, best first. In a prompt, only
     the last row has logits.
 
     ahead: the hidden states [k, hidden], after the final norm, of the look-ahead rows below the last one of `tokens`
@@ -230,12 +230,78 @@ class StepWork:
 NO_WORK = StepWork()
 
 
+@dataclass(frozen=True)
+class Sender:
+    """Who sent a request, and what that decides: of the same client's requests, a lower priority is served sooner.
+
+    cache_salt: only requests of the same salt share prefixes.
+    """
+
+    client: Client = ANYONE
+    priority: int = 0
+    cache_salt: str = ""
+
+
+NOBODY = Sender()
+
+
+@dataclass(frozen=True)
+class DraftRules:
+    """How a sequence's drafts are made and verified.
+
+    method: the drafting method's name; None = no speculation. num_tokens: the request's own draft length; None = the
+    engine's. verifier: the verification rule's name. shared_noise: draft and target draws share keyed noise, which
+    `match` uses and ratio rules forbid. prediction: the caller's guess of the output, for a drafter that reads it.
+    """
+
+    method: str | None = None
+    num_tokens: int | None = None
+    verifier: str = "match"
+    shared_noise: bool = True
+    prediction: tuple[int, ...] = ()
+
+
+NO_DRAFTS = DraftRules()
+
+
+@dataclass(frozen=True)
+class Stops:
+    """What ends a text before its greatest length.
+
+    end_token_ids: the model's own and those that the caller named. named: the caller's, without the model's own.
+    checker: finds stop strings; None = nobody reads the text.
+    """
+
+    end_token_ids: frozenset[int] = frozenset()
+    named: frozenset[int] = frozenset()
+    checker: StopChecker | None = None
+
+    def reason(self, token: int) -> int | None:
+        """Return the stop reason of an end token: the token if the caller named it, else None."""
+        return token if token in self.named else None
+
+
+NO_STOPS = Stops()
+
+
+class Ending(NamedTuple):
+    """Why a sequence ended.
+
+    reason: stop, length, abort or error; None = it has not ended. stop: the named end token or the stop string; None at
+    any other end. error: the error that ended it.
+    """
+
+    reason: str | None = None
+    stop: int | str | None = None
+    error: Exception | None = None
+
+
+NOT_ENDED = Ending()
+
+
 @dataclass(eq=False)
 class Request:
-    """One sequence being generated: one of the `n` samples of a prompt.
-
-    Only `commit` changes it. `shared_noise`: draft and target draws share keyed noise, which `match` uses and ratio
-    rules forbid.
+    """One sequence being generated: one of the `n` samples of a prompt. Only `commit` changes it.
 
     A beam search is one sequence too, the first of its samples. Its `tokens` are the prompt and the trunk: the common
     prefix of all live hypotheses, if one pass can hold them. Every pass computes the other tokens again, as a tree.
@@ -248,19 +314,11 @@ class Request:
     prompt: tuple[int, ...]
     params: SamplingParams
     seed: int
-    end_token_ids: frozenset[int]  # the model's own and `stop_token_ids`
     metrics: RequestMetrics
-    verifier: str = "match"  # the verification rule's name
-    drafter: str | None = None  # the drafting method's name; None = no speculation
-    num_speculative_tokens: int | None = None  # the request's own draft length; None = the engine's
-    shared_noise: bool = True
-    stop_checker: StopChecker | None = None
-    stop_token_ids: frozenset[int] = frozenset()  # end tokens that the caller named, without the model's own
-    priority: int = 0  # of the same client's requests, a lower one is served sooner
-    client: Client = ANYONE
-    cache_salt: str = ""  # only requests of the same salt share prefixes
+    sender: Sender = NOBODY
+    drafts: DraftRules = NO_DRAFTS
+    stops: Stops = NO_STOPS
     source: tuple[int, ...] = ()  # the text that the encoder of an encoder-decoder model reads
-    prediction: tuple[int, ...] = ()  # the caller's guess of the output, for a drafter that reads it
     constraint: Constraint | None = None  # restricts the output; it has been advanced by the output so far
     tokens: list[int] = field(default_factory=list)  # prompt and output
     num_drafted: int = (
@@ -269,9 +327,7 @@ class Request:
     rounds: int = 0  # verifications so far; keys the random streams
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # from the second token on
-    finish_reason: str | None = None  # stop, length, abort, error
-    stop_reason: int | str | None = None  # the token of `stop_token_ids` or the stop string; None at any other end
-    error: Exception | None = None  # the error that ended it
+    ending: Ending = NOT_ENDED
     search: BeamSearch[Request] | None = None  # the beam search that it is a sample of
     work: StepWork = NO_WORK  # the time that its settings add to steps
     counts: TokenCounts | None = field(init=False, default=None)  # of its tokens, if penalties need them
@@ -279,8 +335,9 @@ class Request:
     full_salt: str = field(init=False)  # of its keys and values: those of a decoder depend on the source too
 
     def __post_init__(self) -> None:
-        self.call = (self.client.name, self.client.call) if self.client.call else (self.request_id,)
-        self.full_salt = f"{self.cache_salt}\0{self.source}" if self.source else self.cache_salt
+        client, salt = self.sender.client, self.sender.cache_salt
+        self.call = (client.name, client.call) if client.call else (self.request_id,)
+        self.full_salt = f"{salt}\0{self.source}" if self.source else salt
         if self.params.penalised:
             self.counts = TokenCounts(self.prompt, self.output)
 
@@ -327,7 +384,7 @@ class Request:
     @property
     def finished(self) -> bool:
         """Whether nothing more will be generated."""
-        return self.finish_reason is not None
+        return self.ending.reason is not None
 
 
 @dataclass(slots=True)

@@ -148,7 +148,7 @@ def test_policy_that_fails_costs_drafts_alone(fault: str) -> None:
         rig = run(policy, temperature=0.0)
         requests = list(rig.requests)
         told = rig.finish()
-        assert {request.finish_reason for request in requests} == {"length"}
+        assert {request.ending.reason for request in requests} == {"length"}
         assert rig.engine.metrics.repeated_steps == 0
         assert len(told) == sum(request.num_output for request in requests), "every token is told once"
         outputs[type(policy)] = [request.output for request in requests]
@@ -174,4 +174,4 @@ def test_policy_of_another_package_need_not_extend_the_class() -> None:
     rig = run(completed(Minimal()))
     requests = list(rig.requests)
     rig.finish()
-    assert {request.finish_reason for request in requests} == {"length"}
+    assert {request.ending.reason for request in requests} == {"length"}

@@ -14,15 +14,14 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from speculant import LLM, SamplingParams, plugins
 from speculant.beams import Beams, Scored
-from speculant.drafting import Drafter, DrafterContext
+from speculant.drafting import Drafter
 from speculant.kernels import usable_sets
-from speculant.models import CausalLM
-from speculant.sampling import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request, RequestOutput
 from tests.beams import beams_of, give_search, hypotheses
 from tests.drafters import predicting
 from tests.encoder_decoders import make_t5, write_t5
 from tests.examples import examples
+from tests.fakes import drafter_context
 from tests.models import END, VOCAB_SIZE, Checkpoints
 from tests.workshops import CONTINUATION, GREEDY, KIND, KINDS, NUM_SEQS, Kind, Workshop
 
@@ -126,7 +125,7 @@ def assert_well_formed(drafter: Drafter, tree: DraftTree, request: Request, limi
         siblings = [tree.token_list[child] for child in tree.children(node)]
         assert len(set(siblings)) == len(siblings), "siblings differ"
     assert tree.is_chain or drafter.needs.emits_tree, "only announced trees branch"
-    wanted = drafter.needs.emits_probs and not request.shared_noise and tree.size > 0
+    wanted = drafter.needs.emits_probs and not request.drafts.shared_noise and tree.size > 0
     assert (tree.probs is not None) == wanted, "distributions are there where a ratio rule wants them"
     if tree.probs is not None:
         assert_distributions(tree)
@@ -164,16 +163,9 @@ def test_requests_are_left_alone(workshop: Workshop, variant: str) -> None:
     assert vars(request) == before
 
 
-def no_draft(source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
-    """Load no draft model."""
-    raise AssertionError
-
-
 def test_an_unknown_option_is_refused_with_a_suggestion(workshop: Workshop) -> None:
     drafter_module = plugins.load(KIND, workshop.name)
-    context = DrafterContext(
-        {"wndow": 3}, None, VOCAB_SIZE, torch.device("cpu"), KeyedChances(), 8, no_draft, workshop.make_cache
-    )
+    context = drafter_context(VOCAB_SIZE, {"wndow": 3}, make_cache=workshop.make_cache)
     with pytest.raises(ValueError, match=r"(?s)'wndow'.*Fix"):
         drafter_module.build(context)
 

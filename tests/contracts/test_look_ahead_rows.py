@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speculant.cache import KVCache, paged_cache, slotted_cache
 from speculant.config import Limits
-from speculant.drafting import DrafterNeeds, Drafters, StatelessDrafter
+from speculant.drafting import DrafterNeeds, Drafters, StatelessDrafter, TargetNeeds
 from speculant.engine import Engine, EngineOptions
 from speculant.lengths import Fixed
 from speculant.params import SamplingParams
@@ -27,7 +27,7 @@ LIMITS = Limits(max_model_len=60, max_num_seqs=3, max_num_batched_tokens=40)
 class LookingAhead(StatelessDrafter):
     """Drafts trees of right and wrong tokens with rows of its own, whose states it compares with a fresh pass."""
 
-    needs = DrafterNeeds(target_inputs=2, emits_tree=True, max_nodes=4)
+    needs = DrafterNeeds(target=TargetNeeds(inputs=2), emits_tree=True, max_nodes=4)
 
     def __init__(self, reader: Reader, exact: bool) -> None:
         self._reader, self._exact = reader, exact
@@ -79,7 +79,7 @@ def run(
     while engine.has_unfinished():
         engine.step()
         engine.check()
-    assert {request.error for request in requests} == {None}
+    assert {request.ending.error for request in requests} == {None}
     assert engine.metrics.drafter_errors == 0, "a state was not that of a fresh pass; see the log"
     return drafter, engine, requests
 

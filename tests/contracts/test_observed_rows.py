@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speculant.cache import KVCache, paged_cache, slotted_cache
 from speculant.config import Limits
-from speculant.drafting import DrafterNeeds, Drafters, StatelessDrafter
+from speculant.drafting import DrafterNeeds, Drafters, StatelessDrafter, TargetNeeds
 from speculant.engine import Engine, EngineOptions
 from speculant.errors import ConfigError
 from speculant.lengths import Fixed
@@ -52,7 +52,7 @@ class Watcher(StatelessDrafter):
     adopts: whether the target may take over prefixes of which it saw nothing.
     """
 
-    needs = DrafterNeeds(hidden_layers=LAYERS, emits_tree=True)
+    needs = DrafterNeeds(target=TargetNeeds(hidden_layers=LAYERS), emits_tree=True)
 
     def __init__(self, reader: Reader, adopts: bool, exact: bool) -> None:
         self._reader, self._adopts, self._exact = reader, adopts, exact
@@ -118,7 +118,7 @@ def run(
     while engine.has_unfinished():
         engine.step()
         engine.check()
-    assert {request.error for request in requests} == {None}
+    assert {request.ending.error for request in requests} == {None}
     assert engine.metrics.drafter_errors == 0, "a row was not that of a fresh pass; see the log"
     return watcher, engine, requests
 
@@ -149,7 +149,7 @@ def test_observed_rows_begin_anew_after_preemption(name: str) -> None:
 
 def test_layers_that_the_target_lacks_are_refused_at_start() -> None:
     class Greedy(Watcher):
-        needs = DrafterNeeds(hidden_layers=(5,))
+        needs = DrafterNeeds(target=TargetNeeds(hidden_layers=(5,)))
 
     model = make_model(REFERENCE)
     cache = paged_cache(model.cache_shape, 16, 4)

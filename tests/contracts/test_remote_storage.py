@@ -115,7 +115,7 @@ def run(engine: Engine) -> Texts:
     for request in requests:
         if request.error is not None:
             raise request.error
-    return [(request.output, request.finish_reason, request.cumulative_logprob) for request in requests]
+    return [(request.output, request.ending.reason, request.cumulative_logprob) for request in requests]
 
 
 @functools.cache

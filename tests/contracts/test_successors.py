@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speculant.cache import KVCache, paged_cache, slotted_cache
 from speculant.config import Limits
-from speculant.drafting import DrafterNeeds, Drafters, StatelessDrafter
+from speculant.drafting import DrafterNeeds, Drafters, StatelessDrafter, TargetNeeds
 from speculant.engine import Engine, EngineOptions
 from speculant.lengths import Fixed
 from speculant.models import CausalLM, SequenceInput, build_batch
@@ -31,7 +31,7 @@ class Student(StatelessDrafter):
     """Compares each observed row with a fresh pass, and drafts trees of right and wrong tokens."""
 
     def __init__(self, model: CausalLM, count: int, exact: bool) -> None:
-        self.needs = DrafterNeeds(target_top_k=count, emits_tree=True)
+        self.needs = DrafterNeeds(target=TargetNeeds(top_k=count), emits_tree=True)
         self._model, self._count, self._exact = model, count, exact
         self._drafts: dict[int, DraftTree] = {}
         self.num_rows = self.num_rejected = self.num_silent = 0
@@ -102,7 +102,7 @@ def test_successors_are_those_of_a_fresh_pass(name: str, cache: str) -> None:
     while engine.has_unfinished():
         engine.step()
         engine.check()
-    assert {request.error for request in requests} == {None}
+    assert {request.ending.error for request in requests} == {None}
     assert engine.metrics.drafter_errors == 0, "a row was not that of a fresh pass; see the log"
     assert asking.num_rows > 40
     assert asking.num_rejected > 10

@@ -41,7 +41,7 @@ def add_crowd(rig: Rig) -> list[Request]:
 
 def told(requests: Sequence[Request]) -> list[Any]:
     """Return everything that callers get of requests."""
-    return [(r.output, found_by(r), r.finish_reason, r.logprobs, r.prompt_logprobs) for r in requests]
+    return [(r.output, found_by(r), r.ending.reason, r.logprobs, r.prompt_logprobs) for r in requests]
 
 
 def wide(width: int, longest: int = 6, **settings: Any) -> SamplingParams:
@@ -58,16 +58,16 @@ def searched(rig: Rig, params: SamplingParams, prompt: Sequence[int] = PROMPT) -
 
 def assert_found(requests: Sequence[Request], expected: Sequence[Found]) -> None:
     """Assert that the samples of a search are the expected ones; samples without a text end in errors."""
-    there = [request for request in requests if request.error is None]
+    there = [request for request in requests if request.ending.error is None]
     best = expected[: len(requests)]
     assert [tuple(request.output) for request in there] == [found.text for found in best]
     assert [found_by(request) for request in there] == [pytest.approx((found.logprob, found.score)) for found in best]
     for request in there:
-        ends = request.output[-1] in request.end_token_ids
-        assert (request.finish_reason, request.stop_reason) == ("stop" if ends else "length", None)
+        ends = request.output[-1] in request.stops.end_token_ids
+        assert (request.ending.reason, request.ending.stop) == ("stop" if ends else "length", None)
     for request in requests[len(there) :]:
-        assert isinstance(request.error, RequestError)
-        assert (request.output, found_by(request), request.finish_reason) == ([], (None, None), "error")
+        assert isinstance(request.ending.error, RequestError)
+        assert (request.output, found_by(request), request.ending.reason) == ([], (None, None), "error")
 
 
 @functools.cache

@@ -129,5 +129,5 @@ def _output(pair: Pair, prompt: History, params: SamplingParams, drafter: str) -
     rig = build_rig(TableModel(pair.target, 4), DRAFTERS[drafter](pair), length=4, limits=ROOMY)
     (request,) = rig.add(prompt, params)
     rig.finish()
-    assert request.error is None
+    assert request.ending.error is None
     return request.output

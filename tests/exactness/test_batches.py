@@ -190,6 +190,6 @@ def test_an_abort_leaves_the_others_alone(drafter: str, cache: MakeCache) -> Non
     rig.abort("1")
     (late,) = rig.add([3, 4], SamplingParams(max_tokens=12), "late")
     rig.finish()
-    assert requests[1].finish_reason == "abort"
+    assert requests[1].ending.reason == "abort"
     for request in (requests[0], *requests[2:], late):
         assert request.output == expected(request, 12)

@@ -69,7 +69,7 @@ def test_one_beam_is_greedy_decoding() -> None:
     rig = build_rig(TableModel(pair.target, 5), limits=ROOMY, ends=frozenset({0}))
     (beam,) = searched(rig, SamplingParams(beam_width=1, max_tokens=12))
     (greedy,) = searched(rig, SamplingParams(temperature=0, max_tokens=12))
-    assert (beam.output, beam.finish_reason) == (greedy.output, greedy.finish_reason)
+    assert (beam.output, beam.ending.reason) == (greedy.output, greedy.ending.reason)
 
 
 EDITS: list[dict[str, Any]] = [
@@ -193,9 +193,9 @@ def test_an_aborted_search_leaves_nothing() -> None:
     for _ in range(3):
         rig.step()
     rig.abort("search")
-    assert [request.finish_reason for request in requests] == ["abort"] * 3
+    assert [request.ending.reason for request in requests] == ["abort"] * 3
     rig.finish()
-    assert other.finish_reason == "length"
+    assert other.ending.reason == "length"
     assert (rig.engine.metrics.aborted, rig.engine.metrics.finished) == (3, 1)
 
 

@@ -19,6 +19,7 @@ from speculant.drafting import (
     ModelDrafter,
     StaticTree,
     SubDrafter,
+    TargetNeeds,
     build_sub_drafter,
 )
 from speculant.kernels import REFERENCE, NativeSampler, Sampler
@@ -28,7 +29,7 @@ from speculant.sampling import KeyedChances, mix
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.automata import Automaton
 from tests.examples import sizes
-from tests.fakes import ScriptedDrafter
+from tests.fakes import ScriptedDrafter, drafter_context
 from tests.models import make_request
 from tests.small_models import MODELS, make_model
 
@@ -85,12 +86,7 @@ def counted(name: str, at_once: bool = True) -> Any:
 
 
 def context_of(name: str, budget: int) -> DrafterContext:
-    sampler = sampler_of(make_model(name))
-
-    def never(_: object) -> Any:
-        raise AssertionError("nothing is loaded")
-
-    return DrafterContext({}, None, TARGET_V, torch.device("cpu"), KeyedChances(sampler), budget, never, never, sampler)
+    return drafter_context(TARGET_V, sampler=sampler_of(make_model(name)), budget=budget)
 
 
 class Failing(ScriptedDrafter):
@@ -211,7 +207,7 @@ def test_a_cascade_drafts_the_tokens_of_its_model(name: str, kind: str, inner: s
 @pytest.mark.parametrize("name", MODELS[:2])
 def test_cascade_good_guesses_save_passes(name: str) -> None:
     """An inner drafter that is the draft model itself leaves one pass per draft of a greedy or seeded request."""
-    kinds = [request for request in requests_of(constrained=False) if request.shared_noise]
+    kinds = [request for request in requests_of(constrained=False) if request.drafts.shared_noise]
     passes = {}
     for inner in ("model", "tree", "nothing"):
         cascade = cascade_of(name, INNERS[inner](name))
@@ -247,7 +243,7 @@ def test_cascade_leaves_no_guess_in_the_cache() -> None:
 
 
 def test_cascade_announces_its_inner_drafter_s_needs() -> None:
-    inner = ScriptedDrafter(lambda request: [], DrafterNeeds(hidden_layers=(1,)))
+    inner = ScriptedDrafter(lambda request: [], DrafterNeeds(target=TargetNeeds(hidden_layers=(1,))))
     needs = cascade_of(MODELS[0], inner).needs
-    assert needs.hidden_layers == (1,)
+    assert needs.target.hidden_layers == (1,)
     assert (needs.emits_probs, needs.emits_tree, needs.own_cache) == (True, False, True)

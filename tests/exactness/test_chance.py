@@ -16,7 +16,7 @@ from speculant.lab.exactness import Branches, EnumeratingChance, enumerate_outco
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
 from speculant.sampling import Chance, KeyedChances, KeyedNoise, Purpose, Stream, chance as chance_module, mix
-from speculant.types import DraftTree, Request
+from speculant.types import DraftRules, DraftTree, Request
 from speculant.verification import Rejection
 from tests.exactness.selection import slow_but
 
@@ -34,9 +34,8 @@ def request(seed: int, rounds: int = 0, shared_noise: bool = False, prompt: tupl
         prompt=prompt,
         params=SamplingParams(),
         seed=seed,
-        end_token_ids=frozenset(),
         metrics=RequestMetrics(TimingMetrics(0.0)),
-        shared_noise=shared_noise,
+        drafts=DraftRules(shared_noise=shared_noise),
         tokens=list(prompt),
         rounds=rounds,
     )

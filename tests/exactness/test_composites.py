@@ -10,8 +10,9 @@ import pytest
 
 from speculant import SamplingParams
 from speculant.config import Limits, SpeculativeConfig
-from speculant.drafting import Drafter, Drafters, FallbackDrafter
+from speculant.drafting import Drafter, Drafters
 from speculant.lab.exactness import EXACT, FULL_SUPPORT, Pair, TableModel, enumeration, of_method
+from speculant.lengths import Fixed
 from speculant.sampling import Chances, KeyedChances
 from speculant.types import Request
 from tests.exactness.selection import combinations, slow_but
@@ -84,7 +85,7 @@ def test_composite_chains_in_two_steps(name: str, verifier: str) -> None:
         )
 
 
-class FickleSelector:
+class Fickle(Fixed):
     """Prefers a looked-up draft or the model's, and bounds the model's, by the committed tokens."""
 
     def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
@@ -92,18 +93,6 @@ class FickleSelector:
 
     def longest_unscored(self, request: Request) -> int | None:
         return (None, 1, 2)[sum(request.tokens) % 3]
-
-
-def judged(config: dict[str, Any]) -> MakeDrafter:
-    """Return a maker of a fallback whose selection is fickle."""
-
-    def make(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
-        drafter = made_by(config)(pair, chances, limits)
-        assert isinstance(drafter, FallbackDrafter)
-        drafter._selection.selector = FickleSelector()
-        return drafter
-
-    return make
 
 
 @pytest.mark.parametrize(
@@ -118,10 +107,9 @@ def judged(config: dict[str, Any]) -> MakeDrafter:
 def test_selected_drafts_keep_the_distribution(verifier: str, size: tuple[int, int, int, tuple[int, ...]]) -> None:
     """The verified draft depends on scores and on committed tokens, and may change in every step."""
     vocab_size, length, steps, prompt = size
-    make = judged(CHAINS["fallback"])
     case = Case(
-        Pair(90, vocab_size), length, verification=verifier, prompt=prompt, make_drafter=make, steps=steps, idle=1,
-        width=8,
+        Pair(90, vocab_size), length, verification=verifier, prompt=prompt, make_drafter=made_by(CHAINS["fallback"]),
+        policy=lambda: Fickle(length), steps=steps, idle=1, width=8,
     )  # fmt: skip
     assert_exact(case)
 

@@ -230,7 +230,7 @@ def test_speculation_changes_no_constrained_text(drafter: str, settings: dict[st
         assert request.output == plain.output
         assert isinstance(request.constraint, AutomatonConstraint)
         assert request.constraint.taken == request.output
-        assert (request.finish_reason == "stop") == request.constraint.is_done
+        assert (request.ending.reason == "stop") == request.constraint.is_done
 
 
 def constrained(pair: Pair, prompt: History, params: SamplingParams, drafter: str) -> Request:

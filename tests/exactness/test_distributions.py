@@ -223,7 +223,7 @@ def lookup(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
 
 def suffix(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
     """Draft from the own text and from a finished request's, whose text goes on differently."""
-    drafter, taught = SuffixDrafter(SuffixOptions()), make_request((0, 1), (0, 0, 1, 1, 0), finish_reason="stop")
+    drafter, taught = SuffixDrafter(SuffixOptions()), make_request((0, 1), (0, 0, 1, 1, 0), reason="stop")
     drafter.begin(taught)
     drafter.end(taught)
     return drafter

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from speculant.config import Limits
-from speculant.drafting import Drafter, FallbackDrafter, NgramDrafter, NgramOptions, Selection, SubDrafter
+from speculant.drafting import Drafter, FallbackDrafter, NgramDrafter, NgramOptions, SubDrafter
 from speculant.lab.exactness import EXACT, Pair
 from speculant.lengths import (
     Adaptive,
@@ -124,16 +124,15 @@ def test_selection_keeps_the_distribution(vocab_size: int, verifier: str, monkey
     """Looked-up and drawn drafts compete in every step, by what was accepted in the branch."""
     monkeypatch.setattr(adaptive_length, "HOLDS", 1)
     preferred = Counter[bool]()
-    selection = Selection()
 
     def make(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
         looked_up, drawn = ngram(pair, chances, limits), draft_model(pair, chances, limits)
         sub_drafters = [SubDrafter("ngram", looked_up, 3), SubDrafter("model", drawn, 3)]
-        return FallbackDrafter(sub_drafters, pair.vocab_size, selection)
+        return FallbackDrafter(sub_drafters, pair.vocab_size)
 
     def policy() -> Apart:
         selector = Apart(lambda: adaptive(0.4, selects=True), Counter[int](), Counter[bool]())
-        selection.selector, selector.preferred = selector, preferred
+        selector.preferred = preferred
         return selector
 
     prompt = (0, 1, 2, 0, 2, 0, 1) if vocab_size > 2 else (0, 1, 1, 0, 1, 0, 0, 1)

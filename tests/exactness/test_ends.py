@@ -70,7 +70,7 @@ def finished(rig: Rig, prompt: tuple[int, ...] = (0,), **params: object) -> tupl
     (request,) = rig.add(prompt, settings)
     outputs = rig.finish()
     assert [output.token for output in outputs] == request.output
-    assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + [request.finish_reason]
+    assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + [request.ending.reason]
     assert [list(entry) for entry in request.logprobs] == [[token] for token in request.output]
     assert_figures(request.metrics, passes_of(outputs))
     assert rig.engine.metrics.tokens_per_pass == request.metrics.tokens_per_pass
@@ -90,7 +90,7 @@ def test_an_end_token_within_a_draft_ends_the_request(
 ) -> None:
     request, _ = finished(counting_rig(drafter, length, ends=(4,), verifier=verifier, cache=cache))
     assert request.output == [1, 2, 3, 4]
-    assert (request.finish_reason, request.stop_reason) == ("stop", None), "it is the model's own end token"
+    assert (request.ending.reason, request.ending.stop) == ("stop", None), "it is the model's own end token"
 
 
 @pytest.mark.parametrize("end", range(1, 6))
@@ -113,7 +113,7 @@ def test_max_tokens_is_met_exactly(drafter: str, length: int) -> None:
     for limit in range(1, 8):
         request, _ = finished(counting_rig(drafter, length), max_tokens=limit)
         assert request.output == count_on(request)[:limit]
-        assert (request.finish_reason, request.stop_reason) == ("length", None)
+        assert (request.ending.reason, request.ending.stop) == ("length", None)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -137,7 +137,7 @@ def test_the_context_is_filled_and_never_overflows(drafter: str, length: int, ca
         request, _ = finished(rig, prompt=(3, 4, 5), max_tokens=None)
         assert len(request.tokens) == longest
         assert request.output == count_on(request)[: longest - 3]
-        assert request.finish_reason == "length"
+        assert request.ending.reason == "length"
 
 
 @pytest.mark.parametrize("positions", [2, 4, 6, 9])
@@ -152,23 +152,23 @@ def test_stop_token_ids_and_ignore_eos(drafter: str, length: int) -> None:
     rig = counting_rig(drafter, length, ends=(2,))
     request, _ = finished(rig, ignore_eos=True, stop_token_ids=[5])
     assert request.output == [1, 2, 3, 4, 5]
-    assert request.stop_reason == 5
+    assert request.ending.stop == 5
 
 
 @everywhere
 def test_the_model_s_own_end_token_is_never_a_stop_reason(drafter: str, length: int) -> None:
     request, _ = finished(counting_rig(drafter, length, ends=(2,)), stop_token_ids=[2, 5])
-    assert (request.output, request.finish_reason, request.stop_reason) == ([1, 2], "stop", None)
+    assert (request.output, request.ending.reason, request.ending.stop) == ([1, 2], "stop", None)
 
 
 @everywhere
 def test_an_end_token_wins_over_the_length(drafter: str, length: int) -> None:
     at_once, _ = finished(counting_rig(drafter, length, ends=(4,)), max_tokens=4)
-    assert (at_once.output, at_once.finish_reason) == ([1, 2, 3, 4], "stop")
+    assert (at_once.output, at_once.ending.reason) == ([1, 2, 3, 4], "stop")
     behind, _ = finished(counting_rig(drafter, length, ends=(4,)), max_tokens=3)
-    assert (behind.output, behind.finish_reason, behind.stop_reason) == ([1, 2, 3], "length", None)
+    assert (behind.output, behind.ending.reason, behind.ending.stop) == ([1, 2, 3], "length", None)
     at_the_context_end, _ = finished(counting_rig(drafter, length, Limits(5, 2, 64), ends=(4,)))
-    assert (at_the_context_end.output, at_the_context_end.finish_reason) == ([1, 2, 3, 4], "stop")
+    assert (at_the_context_end.output, at_the_context_end.ending.reason) == ([1, 2, 3, 4], "stop")
 
 
 @everywhere
@@ -213,7 +213,7 @@ def test_a_stop_string_that_spans_tokens(drafter: str, length: int) -> None:
     (request,) = rig.add((0,), SamplingParams(temperature=0, max_tokens=20), stop_checker=lambda: stop_checker)
     rig.finish()
     assert request.output == stop_checker.seen == [1, 2, 3]  # nothing behind the stop was even looked at
-    assert (request.finish_reason, request.stop_reason) == ("stop", "found")
+    assert (request.ending.reason, request.ending.stop) == ("stop", "found")
 
 
 @everywhere

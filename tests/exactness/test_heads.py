@@ -14,7 +14,7 @@ import torch
 from speculant import plugins
 from speculant.cache import paged_cache
 from speculant.config import Limits
-from speculant.drafting import Drafter, DrafterContext, HeadFolder, StaticTree, grow_chains
+from speculant.drafting import Drafter, HeadFolder, StaticTree, grow_chains
 from speculant.kernels import NativeSampler
 from speculant.lab.exactness import EXACT, FULL_SUPPORT, Pair, TableModel
 from speculant.models import Chain, NativeDecoder, is_foreseeable
@@ -26,7 +26,7 @@ from tests.exactness.speculation import Case, enumerate_case
 from tests.exactness.test_native_chains import COUPLED, DISTRIBUTIONS, LIMITS, assert_same
 from tests.exactness.test_native_decoder import SETS, make_native, tokens_of
 from tests.examples import examples, sizes
-from tests.fakes import MakeCache, build_rig, few_blocks, known_verifiers, slotted
+from tests.fakes import MakeCache, build_rig, drafter_context, few_blocks, known_verifiers, slotted
 from tests.heads import WRITERS, write_dflash, write_eagle, write_eagle3, write_mtp, write_peagle
 from tests.models import make_request
 
@@ -63,17 +63,10 @@ def make(
     method: str, tree: Any, pair: Pair, chances: Chances, limits: Limits, cache: MakeCache = slotted, budget: int = 64
 ) -> Drafter:
     target = TableModel(pair.target, pair.vocab_size)
-    context = DrafterContext(
-        options={"tree": tree} if tree is not None else {},
-        model=folder_of(method, pair.vocab_size),
-        vocab_size=pair.vocab_size,
-        device=torch.device("cpu"),
-        chances=chances,
-        max_num_batched_tokens=budget,
-        load_draft=lambda source, head_tokens=(): target,
-        make_cache=lambda shape: cache(shape, limits),
-        target=target,
-    )
+    context = drafter_context(
+        pair.vocab_size, {"tree": tree} if tree is not None else {}, folder_of(method, pair.vocab_size),
+        make_cache=lambda shape: cache(shape, limits), target=target, chances=chances, budget=budget,
+    )  # fmt: skip
     drafter: Drafter = plugins.load("speculant.drafting", method.split()[0]).build(context)
     return drafter
 

@@ -82,7 +82,7 @@ def test_no_logprobs_follow_an_end(drafter: str) -> None:
         rig.add((seed % V,), SamplingParams(max_tokens=40, seed=seed, logprobs=1), str(seed))[0] for seed in range(8)
     ]
     rig.finish()
-    assert any(request.finish_reason == "stop" for request in requests)
+    assert any(request.ending.reason == "stop" for request in requests)
     for request in requests:
         assert_output(request, 1)
 

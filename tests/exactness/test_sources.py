@@ -210,7 +210,7 @@ def add_all(rig: Rig, clients: Sequence[Client] = (ANYONE,)) -> list[Request]:
 
 
 def results(requests: Sequence[Request]) -> list[Any]:
-    return [(request.output, request.logprobs, request.prompt_logprobs, request.finish_reason) for request in requests]
+    return [(request.output, request.logprobs, request.prompt_logprobs, request.ending.reason) for request in requests]
 
 
 @functools.cache

@@ -136,12 +136,12 @@ def check_survivors(size: int, backend: str, caching: bool, speculating: bool, w
     assert engine.free_kv_tokens() == capacity, "memory was not given back"
     for visit, samples, alone in zip(there.visits, visited, there.alone, strict=True):
         for request, expected in zip(samples, alone, strict=True):
-            aborted = request.finish_reason == "abort"
+            aborted = request.ending.reason == "abort"
             assert aborted <= (visit.goes is not None)
-            assert aborted or request.finish_reason in ("stop", "length")
+            assert aborted or request.ending.reason in ("stop", "length")
             wanted = expected[: request.num_output] if aborted else expected
             assert request.output == wanted, f"not what it says alone: {visit}"
-    survivors = [request for samples in visited for request in samples if request.finish_reason != "abort"]
+    survivors = [request for samples in visited for request in samples if request.ending.reason != "abort"]
     assert 0.75 < len(survivors) / sum(map(len, visited)) < 0.9, "too many aborts or too few"
     if speculating:
         assert sum(r.metrics.speculative_decoding.num_accepted_draft_tokens for r in survivors) > size

@@ -11,7 +11,6 @@ from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.drafting import (
     Drafter,
-    DrafterContext,
     Drafters,
     DraftModelRunner,
     ModelDrafter,
@@ -26,7 +25,7 @@ from speculant.models import CausalLM, NativeDecoder, Truncatable
 from speculant.sampling import KeyedChances
 from speculant.types import NO_WORK, Request
 from tests.exactness.test_windows import BACKENDS, BLOCK, LIMITS, decoder_of, run, small_cache
-from tests.fakes import known_verifiers
+from tests.fakes import drafter_context, known_verifiers
 
 CPU, ENOUGH = torch.device("cpu"), 1000  # tokens of a pass, so that no draft waits for a prompt
 LAYERS: dict[str, tuple[tuple[int | None, ...], int]] = {  # windows, and layers that draft
@@ -57,9 +56,9 @@ def drafter_of(target: CausalLM, layers: int, tree: str, cache: KVCache | None) 
     if cache is None:
         runner = DraftModelRunner(first, roomy(first.cache_shape), KeyedChances(sampler), ENOUGH)
         return ModelDrafter(runner, target.vocab_size, sampler, topology)
-    context = DrafterContext(
-        {}, None, target.vocab_size, CPU, KeyedChances(sampler), LIMITS.max_num_batched_tokens,
-        lambda source, head_tokens=(): target, roomy, sampler, target_cache=lambda: cache,
+    context = drafter_context(
+        target.vocab_size, make_cache=roomy, target_cache=lambda: cache, sampler=sampler,
+        budget=LIMITS.max_num_batched_tokens,
     )  # fmt: skip
     return make_target_drafter(context, target, first, topology)
 

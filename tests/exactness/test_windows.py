@@ -100,9 +100,9 @@ def run(engine: Engine) -> list[tuple[list[int], str | None]]:
             engine.step()
             engine.check()
     for request in requests:
-        if request.error is not None:
-            raise request.error
-    return [(request.output, request.finish_reason) for request in requests]
+        if request.ending.error is not None:
+            raise request.ending.error
+    return [(request.output, request.ending.reason) for request in requests]
 
 
 @pytest.mark.covering(1)
@@ -230,7 +230,7 @@ def text_of(folder: str, **settings: Any) -> tuple[list[int], Engine]:
     while engine.has_unfinished():
         engine.step()
         engine.check()
-    assert request.finish_reason == "length", request.error
+    assert request.ending.reason == "length", request.ending.error
     return request.output, engine
 
 

@@ -87,7 +87,7 @@ def ours(
     while engine.has_unfinished():
         engine.step()
         engine.check()
-    assert [request.error for request in requests] == [None] * len(requests)
+    assert [request.ending.error for request in requests] == [None] * len(requests)
     return [(request.output, found_by(request)[1] or 0.0) for request in requests]
 
 

@@ -36,7 +36,7 @@ def constrained(llm: LLM, settings: dict[str, Any], name: str) -> list[int]:
     (other,) = llm.engine.add_request([70, 71, 72], params, name + " free")
     while llm.engine.has_unfinished():
         llm.engine.step()
-    assert (request.error, other.error) == (None, None)
+    assert (request.ending.error, other.ending.error) == (None, None)
     assert isinstance(request.constraint, AutomatonConstraint)
     assert request.constraint.taken == request.output
     assert other.output != request.output

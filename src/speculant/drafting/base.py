@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
@@ -39,24 +39,6 @@ class Selector(Protocol):
     def longest_unscored(self, request: Request) -> int | None:
         """Return the most nodes of a draft that a model draws in this step; None = no bound but the limit."""
         ...
-
-
-@dataclass
-class Selection:
-    """Selects by an engine's draft-length policy; None = the first drafter with a draft."""
-
-    selector: Selector | None = None
-
-    def accepts(self, request: Request, tree: DraftTree) -> bool:
-        """Whether a draft is selected although a candidate drafter with a model remains."""
-        if self.selector is None or tree.scores is None or tree.probs is not None or request.search is not None:
-            return True
-        return self.selector.prefers(request, tree.scores, tree.parent_list)
-
-    def bound(self, request: Request, limit: int) -> int:
-        """Return a limit cut to the nodes that a model should draw."""
-        longest = self.selector.longest_unscored(request) if self.selector is not None else None
-        return limit if longest is None else min(limit, longest)
 
 
 T = TypeVar("T")
@@ -90,6 +72,28 @@ class Method:
 
 
 @dataclass(frozen=True)
+class TargetNeeds:
+    """What a drafter takes from the target's passes, as data.
+
+    hidden_layers: target layers whose input hidden states `observe` receives; with L layers, L stands for the last
+    layer's output, and L + 1 for that output after the final norm.
+    top_k: how many of the target's most likely next tokens `observe` receives for each row that has logits
+    (`CommittedRows.successors`); 0 = none are computed.
+    inputs: the most look-ahead rows that it adds to the target's pass below the root and each node
+    (`DraftTree.ahead`); it adds at most as many as its limit on nodes. A drafter with such rows can't be a sub-drafter.
+    cache: it reads keys and values from the target's cache: those of a sequence, without the newest token, and
+    those of its source, which `observe_source` names.
+    encoder: it drafts from the encoder's results; `observe_source` receives them.
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+    top_k: int = 0
+    inputs: int = 0
+    cache: bool = False
+    encoder: bool = False
+
+
+@dataclass(frozen=True)
 class DrafterNeeds:
     """A drafter's capabilities and requirements, as data.
 
@@ -99,21 +103,14 @@ class DrafterNeeds:
     emits_tree: its trees may branch.
     usual_nodes: nodes it proposes unless the user sets a number; None = its method's default_length.
     tree_depth: the depth of a tree of its usual nodes; None = it drafts chains, or trees whose nodes have scores.
-    own_cache: it owns KV caches; they are its `caches`.
-    target_cache: it reads keys and values from the target's cache: those of a sequence, without the newest token, and
-    those of its source, which `observe_source` names.
-    hidden_layers: target layers whose input hidden states `observe` receives; with L layers, L stands for the last
-    layer's output, and L + 1 for that output after the final norm.
-    target_inputs: the most look-ahead rows that it adds to the target's pass below the root and each node
-    (`DraftTree.ahead`); it adds at most as many as its limit on nodes. A drafter with such rows can't be a sub-drafter.
     max_positions: the longest sequence it can draft for; None = any.
-    target_top_k: how many of the target's most likely next tokens `observe` receives for each row that has logits
-    (`CommittedRows.successors`); 0 = none are computed.
-    reads_encoder: it drafts from the encoder's results; `observe_source` receives them.
-    reads_prediction: it drafts from `Request.prediction`; a request with a prediction and another drafter is refused.
     nodes_per_beam: nodes that it drafts per beam and round of a beam search. Such a draft begins with the nodes of
     `search.beams.live_tree` and extends them. None = beam searches get no drafts.
-    selects: the draft-length policy selects between its sub-drafters' drafts (drafting/base.py).
+    target: what it takes from the target's passes.
+    own_cache: it owns KV caches; they are its `caches`.
+    reads_prediction: it drafts from `DraftRules.prediction`; a request with a prediction and another drafter is
+    refused.
+    selects: the draft-length policy selects between its sub-drafters' drafts, see `propose_selected`.
     """
 
     max_nodes: int | None = None
@@ -121,15 +118,11 @@ class DrafterNeeds:
     emits_tree: bool = False
     usual_nodes: int | None = None
     tree_depth: int | None = None
-    own_cache: bool = False
-    target_cache: bool = False
-    hidden_layers: tuple[int, ...] = ()
-    target_inputs: int = 0
     max_positions: int | None = None
-    target_top_k: int = 0
-    reads_encoder: bool = False
-    reads_prediction: bool = False
     nodes_per_beam: int | None = None
+    target: TargetNeeds = TargetNeeds()
+    own_cache: bool = False
+    reads_prediction: bool = False
     selects: bool = False
 
 
@@ -169,9 +162,9 @@ class Drafter(Protocol):
     def observe_source(self, request: Request, source: Source) -> None:
         """Record a sequence's source after `begin`.
 
-        Only drafters that announce `reads_encoder` or `target_cache` are called. Until the sequence ends, the target's
+        Only drafters whose `TargetNeeds` have `encoder` or `cache` are called. Until the sequence ends, the target's
         cache holds the source as the sequence `source.seq_id`. The encoder's result is `source.states`
-        [tokens, hidden]; None if no drafter announces `reads_encoder`.
+        [tokens, hidden]; None if no drafter needs it.
         """
         ...
 
@@ -179,6 +172,15 @@ class Drafter(Protocol):
         """Return one tree per sequence with at most `limits[i]` nodes, not counting a beam search's `live_tree`.
 
         An empty tree is legal.
+        """
+        ...
+
+    def propose_selected(
+        self, requests: Sequence[Request], limits: Sequence[int], selector: Selector | None
+    ) -> list[DraftTree]:
+        """Propose as `propose` does, in its place, for drafters that announce `selects`.
+
+        selector: the engine's draft-length policy; None = nothing selects.
         """
         ...
 
@@ -239,6 +241,12 @@ class StatelessDrafter(Drafter):
         pass
 
     @override
+    def propose_selected(
+        self, requests: Sequence[Request], limits: Sequence[int], selector: Selector | None
+    ) -> list[DraftTree]:
+        return self.propose(requests, limits)
+
+    @override
     def catch_up(self, requests: Sequence[Request]) -> None:
         pass
 
@@ -268,8 +276,8 @@ def is_built_in(drafter: Drafter) -> bool:
 
 
 _CALLS = (
-    "caches", "errors", "sub_drafters", "listens", "begin", "observe_source", "propose", "catch_up", "observe",
-    "roll_back", "match_prefix", "end",
+    "caches", "errors", "sub_drafters", "listens", "begin", "observe_source", "propose", "propose_selected",
+    "catch_up", "observe", "roll_back", "match_prefix", "end",
 )  # fmt: skip
 
 
@@ -283,9 +291,10 @@ def complete(drafter: Any, num_layers: int | None = None) -> Drafter:
     needs = getattr(drafter, "needs", None)
     if not isinstance(needs, DrafterNeeds) or not callable(getattr(drafter, "propose", None)):
         raise ConfigError(f"drafter {name} lacks `propose` or `needs`", "define both; see docs/adding-a-drafter.md.")
-    if num_layers is not None and any(not 0 <= layer <= num_layers + 1 for layer in needs.hidden_layers):
+    layers = needs.target.hidden_layers
+    if num_layers is not None and any(not 0 <= layer <= num_layers + 1 for layer in layers):
         raise ConfigError(
-            f"drafter {name} needs hidden_layers {list(needs.hidden_layers)} of a target with {num_layers} layers",
+            f"drafter {name} needs hidden_layers {list(layers)} of a target with {num_layers} layers",
             f"use layers from 0 to {num_layers}, or {num_layers + 1} for the states that the output head reads.",
         )
     if getattr(drafter, "caches", ()) and not needs.own_cache:
@@ -312,42 +321,57 @@ Build = Callable[["DrafterContext"], Any]  # the function `build` of a drafter's
 
 
 @dataclass(frozen=True)
+class DraftModels:
+    """Loads what drafters compute with.
+
+    load: loads a checkpoint by name and fits its vocabulary to the target's; see `LoadDraft`.
+    vocabulary_of: returns how a loaded draft model reads the target's texts; None = token by token, as they are.
+    round_head: returns the context whose target computes a head in the type that was configured, or is fastest.
+    """
+
+    load: LoadDraft
+    vocabulary_of: Callable[[CausalLM], MappedVocabulary | None] = lambda model: None
+    round_head: Callable[[Build, DrafterContext], DrafterContext] = lambda build, context: context
+
+
+@dataclass(frozen=True)
+class Target:
+    """What drafters know of the target.
+
+    sampler: computes its distributions. model: None = there is none. tokenizer: None = texts can't be read.
+    cache: returns its cache, which is made after the drafters; None = there is none.
+    """
+
+    vocab_size: int
+    device: torch.device
+    sampler: Sampler = REFERENCE
+    model: CausalLM | None = None
+    tokenizer: Tokenizer | None = None
+    cache: Callable[[], KVCache | None] = lambda: None
+
+
+@dataclass(frozen=True)
 class DrafterContext:
     """Everything that a drafter is built from.
 
-    load_draft: loads a checkpoint by name and fits its vocabulary to the target's; see `LoadDraft`.
-    vocabulary_of: returns how a loaded draft model reads the target's texts; None = token by token, as they are.
+    options: those of the method. model: the draft model that the user names; None = none.
     make_cache: makes a cache of the engine's kind for a model's cache shape.
-    target_cache: returns the target's cache, which is made after the drafters; None = there is none.
-    sampler: computes the target's distributions.
     stop_below: a draft that a model draws ends after a token of a lower probability; 0 = it does not.
-    target: the target model; None = there is none.
-    selection: selects a draft, for drafters that combine others.
-    tokenizer: the target's; None = texts can't be read.
-    round_head: returns the context whose target computes a head in the type that was configured, or is fastest.
     """
 
     options: Mapping[str, Any]
     model: str | None
-    vocab_size: int
-    device: torch.device
+    target: Target
+    models: DraftModels
+    make_cache: Callable[[CacheShape], KVCache]
     chances: Chances
     max_num_batched_tokens: int
-    load_draft: LoadDraft
-    make_cache: Callable[[CacheShape], KVCache]
-    sampler: Sampler = REFERENCE
     stop_below: float = 0.0
-    selection: Selection = field(default_factory=Selection)
-    target: CausalLM | None = None
-    vocabulary_of: Callable[[CausalLM], MappedVocabulary | None] = lambda model: None
-    tokenizer: Tokenizer | None = None
-    target_cache: Callable[[], KVCache | None] = lambda: None
-    round_head: Callable[[Build, DrafterContext], DrafterContext] = lambda build, context: context
 
 
 def build_method(facts: Method, build: Build, context: DrafterContext) -> Any:
     """Build a drafter; its head, if it has one, gets its type first."""
-    return build(context.round_head(build, context) if facts.uses_head else context)
+    return build(context.models.round_head(build, context) if facts.uses_head else context)
 
 
 def require_no_stop(context: DrafterContext) -> None:

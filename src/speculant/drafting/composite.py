@@ -24,7 +24,9 @@ from speculant.drafting.base import (
     Drafter,
     DrafterContext,
     DrafterNeeds,
+    Selector,
     StatelessDrafter,
+    TargetNeeds,
     build_method,
     complete,
     is_built_in,
@@ -63,11 +65,15 @@ class GuardedDrafter:
     def observe_source(self, request: Request, source: Source) -> None:
         """Pass on the source of a sequence, if the drafter announces that it reads it."""
         needs = self.drafter.needs
-        if needs.reads_encoder or needs.target_cache:
+        if needs.target.encoder or needs.target.cache:
             self._call(self.drafter.observe_source, request, source)
 
-    def propose(self, pairs: Iterable[tuple[Request, int]], vocab_size: int) -> Proposals:
+    def propose(
+        self, pairs: Iterable[tuple[Request, int]], vocab_size: int, selector: Selector | None = None
+    ) -> Proposals:
         """Return checked drafts for pairs (request, limit); a sequence without one has not begun or failed.
+
+        selector: see `Drafter.propose_selected`; None = nothing selects.
 
         If the drafter fails for several sequences, it is called for each alone, so that the others keep their drafts.
         """
@@ -76,12 +82,13 @@ class GuardedDrafter:
             if request.seq_id in self.begun:
                 requests.append(request)
                 limits.append(limit)
-        if not requests or self._succeeds(propose_checked, self.drafter, requests, limits, vocab_size, proposals):
+        arguments = self.drafter, requests, limits, vocab_size, proposals, selector
+        if not requests or self._succeeds(propose_checked, *arguments):
             return proposals
         if len(requests) == 1:
             self.end(requests[0])
             return {}
-        alone = [self.propose([pair], vocab_size) for pair in zip(requests, limits, strict=True)]
+        alone = [self.propose([pair], vocab_size, selector) for pair in zip(requests, limits, strict=True)]
         return {seq_id: tree for each in alone for seq_id, tree in each.items()}
 
     def catch_up(self, requests: Sequence[Request]) -> None:
@@ -101,10 +108,10 @@ class GuardedDrafter:
         layers: those of their hidden states.
         """
         needs = self.drafter.needs
-        if layers != needs.hidden_layers and rows.hidden:
-            rows = rows._replace(hidden=tuple(rows.hidden[layers.index(layer)] for layer in needs.hidden_layers))
-        if rows.successors and len(rows.successors[0][1]) != needs.target_top_k:
-            count = needs.target_top_k
+        if layers != needs.target.hidden_layers and rows.hidden:
+            rows = rows._replace(hidden=tuple(rows.hidden[layers.index(layer)] for layer in needs.target.hidden_layers))
+        if rows.successors and len(rows.successors[0][1]) != needs.target.top_k:
+            count = needs.target.top_k
             fewer = [(token, best[:count]) for token, best in rows.successors] if count else ()
             rows = rows._replace(successors=fewer)
         self._call(self.drafter.observe, request, rows)
@@ -144,21 +151,27 @@ class GuardedDrafter:
 
 
 def propose_checked(
-    drafter: Drafter, requests: list[Request], limits: list[int], vocab_size: int, proposals: Proposals
+    drafter: Drafter,
+    requests: list[Request],
+    limits: list[int],
+    vocab_size: int,
+    proposals: Proposals,
+    selector: Selector | None = None,
 ) -> None:
     """Add a drafter's drafts to `proposals`; raises DraftError for one that is not legal.
 
     The check of probs reads all of them. It is left out for this package's drafters, whose probs the contract tests
     prove.
     """
-    trees, needs, drafts = drafter.propose(requests, limits), drafter.needs, Proposals()
+    needs, drafts = drafter.needs, Proposals()
+    trees = drafter.propose_selected(requests, limits, selector) if needs.selects else drafter.propose(requests, limits)
     if len(trees) != len(requests):
         raise DraftError(f"{len(trees)} drafts came for {len(requests)} sequences", "return one for each.")
     for request, limit, tree in zip(requests, limits, trees, strict=True):
         if request.search is None:
             check_draft(tree, limit, vocab_size, needs.emits_tree)
             if tree.ahead is not None:
-                check_ahead(tree, min(limit, needs.target_inputs))
+                check_ahead(tree, min(limit, needs.target.inputs))
         else:
             live = request.search.beams.live_tree
             check_draft(tree, live.size + limit, vocab_size, branches=True)
@@ -298,7 +311,9 @@ class CompositeDrafter(StatelessDrafter):
         """Count errors of a sub-drafter."""
         self.errors += errors
 
-    def propose_with(self, guarded: GuardedDrafter, pairs: Iterable[tuple[Request, int]]) -> Proposals:
+    def propose_with(
+        self, guarded: GuardedDrafter, pairs: Iterable[tuple[Request, int]], selector: Selector | None = None
+    ) -> Proposals:
         """Return a sub-drafter's non-empty drafts for pairs (request, limit), within its own limits too."""
         needs, wanted = guarded.drafter.needs, list[tuple[Request, int]]()
         for request, limit in pairs:
@@ -309,7 +324,8 @@ class CompositeDrafter(StatelessDrafter):
                 wanted.append((request, own))
         if not wanted:
             return {}
-        return {seq_id: tree for seq_id, tree in guarded.propose(wanted, self._vocab_size).items() if tree.size}
+        proposed = guarded.propose(wanted, self._vocab_size, selector)
+        return {seq_id: tree for seq_id, tree in proposed.items() if tree.size}
 
     @override
     def begin(self, request: Request) -> None:
@@ -332,7 +348,7 @@ class CompositeDrafter(StatelessDrafter):
         """Give each sub-drafter the hidden states of its own layers."""
         for each, _ in self.route([request]):
             if each.drafter.listens:
-                each.observe(request, rows, self.needs.hidden_layers)
+                each.observe(request, rows, self.needs.target.hidden_layers)
 
     @override
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
@@ -352,7 +368,7 @@ class CompositeDrafter(StatelessDrafter):
 
 
 class Drafters(CompositeDrafter):
-    """The drafter of an engine: each sequence has the sub-drafter that its `Request.drafter` names, or none.
+    """The drafter of an engine: each sequence has the sub-drafter that its `DraftRules.method` names, or none.
 
     drafters: those that exist from the start, by method. default: the method of requests that name none; None = none.
     make: makes a drafter when a request first names it; it raises ConfigError for a method that a request can't use.
@@ -397,7 +413,7 @@ class Drafters(CompositeDrafter):
     def route(self, requests: Sequence[Request]) -> Routes:
         by_method: dict[str | None, list[Request]] = {}
         for request in requests:
-            by_method.setdefault(request.drafter, []).append(request)
+            by_method.setdefault(request.drafts.method, []).append(request)
         return [(each, by_method[method]) for method, each in self._by_method.items() if method in by_method]
 
     @override
@@ -423,7 +439,7 @@ class Drafters(CompositeDrafter):
     def look_ahead_rows(self, method: str) -> int:
         """Return the most look-ahead rows that a method adds to the target's pass below each node."""
         needs = self._needs.get(method)
-        return 0 if needs is None else needs.target_inputs
+        return 0 if needs is None else needs.target.inputs
 
     def selects(self, method: str) -> bool:
         """Whether the draft-length policy selects between several drafters' drafts of a method."""
@@ -445,34 +461,40 @@ class Drafters(CompositeDrafter):
 
     def target_top_k(self, request: Request) -> int:
         """Return how many of the target's most likely tokens the drafter of a sequence needs, for each row."""
-        needs = self._needs.get(request.drafter)
-        return 0 if needs is None else needs.target_top_k
+        needs = self._needs.get(request.drafts.method)
+        return 0 if needs is None else needs.target.top_k
 
     def begin_all(self, sequences: Iterable[tuple[Request, Source | None]]) -> None:
         """Begin the sequences that have not begun, each with its source, which is encoded."""
         for request, source in sequences:
-            if request.drafter is not None and request.seq_id not in (own := self._by_method[request.drafter]).begun:
+            method = request.drafts.method
+            if method is not None and request.seq_id not in (own := self._by_method[method]).begun:
                 own.begin(request, source)
 
     @override
-    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """Return a checked draft for each sequence; an empty one where there is no drafter or it fails."""
+    def propose(
+        self, requests: Sequence[Request], limits: Sequence[int], selector: Selector | None = None
+    ) -> list[DraftTree]:
+        """Return a checked draft for each sequence; an empty one where there is no drafter or it fails.
+
+        selector: see `GuardedDrafter.propose`.
+        """
         by_method: dict[str | None, list[tuple[Request, int]]] = {}
         for pair in zip(requests, limits, strict=True):
-            by_method.setdefault(pair[0].drafter, []).append(pair)
+            by_method.setdefault(pair[0].drafts.method, []).append(pair)
         proposed, drafts, empty = Proposals(), list[DraftTree](), DraftTree.empty()
         for method, each in self._by_method.items():
             if method in by_method:
-                proposed |= each.propose(by_method[method], self._vocab_size)
+                proposed |= each.propose(by_method[method], self._vocab_size, selector)
         for request in requests:
             drafts.append(proposed.get(request.seq_id, empty))
         return drafts
 
     def observes(self, request: Request) -> bool:
         """Whether the drafter of a sequence observes."""
-        if not self.listens or request.drafter is None:
+        if not self.listens or request.drafts.method is None:
             return False
-        own = self._by_method[request.drafter]
+        own = self._by_method[request.drafts.method]
         return own.drafter.listens and request.seq_id in own.begun
 
     def check(self) -> None:
@@ -495,14 +517,16 @@ def combine(sub_drafters: Sequence[SubDrafter]) -> DrafterNeeds:
         emits_probs=any(each.emits_probs for each in needs),
         emits_tree=any(each.emits_tree for each in needs),
         usual_nodes=max([each.usual_nodes for each in sub_drafters], default=None),
-        own_cache=any(each.own_cache for each in needs),
-        target_cache=any(each.target_cache for each in needs),
-        hidden_layers=tuple(sorted({layer for each in needs for layer in each.hidden_layers})),
-        target_top_k=max(each.target_top_k for each in needs),
-        reads_encoder=any(each.reads_encoder for each in needs),
-        reads_prediction=any(each.reads_prediction for each in needs),
         max_positions=_largest([each.max_positions for each in needs]),
         nodes_per_beam=max(each.nodes_per_beam or 0 for each in needs) or None,
+        target=TargetNeeds(
+            hidden_layers=tuple(sorted({layer for each in needs for layer in each.target.hidden_layers})),
+            top_k=max(each.target.top_k for each in needs),
+            cache=any(each.target.cache for each in needs),
+            encoder=any(each.target.encoder for each in needs),
+        ),
+        own_cache=any(each.own_cache for each in needs),
+        reads_prediction=any(each.reads_prediction for each in needs),
     )
 
 
@@ -569,7 +593,7 @@ def _build(context: DrafterContext, method: str, options: Mapping[str, Any]) -> 
     build = plugins.load(KIND, method).build
     made = build_method(facts, build, replace(context, options=options, model=model))
     sub_drafter = SubDrafter.of(method, made, facts.default_length)
-    if sub_drafter.drafter.needs.target_inputs:
+    if sub_drafter.drafter.needs.target.inputs:
         raise ConfigError(
             f"method {method!r} drafts in the target's own pass and can't be used within another method",
             "use it alone.",

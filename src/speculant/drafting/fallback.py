@@ -1,6 +1,6 @@
 """Several drafters in order: per sequence and step, the first one with a draft proposes it.
 
-If a drafter with a model comes later and the draft-length policy selects (drafting/base.py), a looked-up draft
+If a drafter with a model comes later and the draft-length policy selects (`Selector`), a looked-up draft
 must also be worth more than the model's draft.
 
 Each drafter proposes for the sequences that have no draft yet, in one call. Verification stays exact: whether a drafter
@@ -19,7 +19,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from speculant.drafting.base import DrafterContext, Method, Selection, read_options
+from speculant.drafting.base import DrafterContext, Method, Selector, read_options
 from speculant.drafting.composite import CompositeDrafter, Proposals, SubDrafter, build_sub_drafters
 from speculant.types import DraftTree, Request
 
@@ -39,33 +39,53 @@ class FallbackOptions:
 class FallbackDrafter(CompositeDrafter):
     """See the module's docstring."""
 
-    def __init__(self, sub_drafters: Sequence[SubDrafter], vocab_size: int, selection: Selection | None = None) -> None:
+    def __init__(self, sub_drafters: Sequence[SubDrafter], vocab_size: int) -> None:
         super().__init__(sub_drafters, vocab_size)
         needs = [each.drafter.needs for each in sub_drafters]
-        models = [each.own_cache or each.target_cache for each in needs]
+        models = [each.own_cache or each.target.cache for each in needs]
         follows = [any(models[place + 1 :]) for place in range(len(models))]
         self._stages = list(zip(self.guarded, models, follows, strict=True))
-        self._selection = selection or Selection()
         self.needs = replace(self.needs, selects=any(follows))
 
     @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        return self.propose_selected(requests, limits, None)
+
+    @override
+    def propose_selected(
+        self, requests: Sequence[Request], limits: Sequence[int], selector: Selector | None
+    ) -> list[DraftTree]:
         drafts: Proposals = {}
         waiting = list(zip(requests, limits, strict=True))
         for guarded, is_model, model_follows in self._stages:
             if not waiting:
                 break
-            bounded = [(each, self._selection.bound(each, limit)) for each, limit in waiting] if is_model else waiting
-            found = self.propose_with(guarded, bounded)
+            bounded = waiting
+            if is_model and selector is not None:
+                bounded = [(request, _bound(selector, request, limit)) for request, limit in waiting]
+            found = self.propose_with(guarded, bounded, selector)
             for request, _ in waiting:
                 draft = found.get(request.seq_id)
-                if draft is not None and (not model_follows or self._selection.accepts(request, draft)):
+                if draft is not None and (not model_follows or selector is None or _accepts(selector, request, draft)):
                     drafts[request.seq_id] = draft
             waiting = [(request, limit) for request, limit in waiting if request.seq_id not in drafts]
         return [drafts.get(request.seq_id, DraftTree.empty()) for request in requests]
 
 
+def _accepts(selector: Selector, request: Request, tree: DraftTree) -> bool:
+    """Whether a draft is selected although a drafter with a model remains."""
+    if tree.scores is None or tree.probs is not None or request.search is not None:
+        return True
+    return selector.prefers(request, tree.scores, tree.parent_list)
+
+
+def _bound(selector: Selector, request: Request, limit: int) -> int:
+    """Return a limit cut to the nodes that a model should draw."""
+    longest = selector.longest_unscored(request)
+    return limit if longest is None else min(limit, longest)
+
+
 def build(context: DrafterContext) -> FallbackDrafter:
     """Build the sub-drafters."""
     sub_drafters = build_sub_drafters(context, read_options(context, FallbackOptions).members)
-    return FallbackDrafter(sub_drafters, context.vocab_size, context.selection)
+    return FallbackDrafter(sub_drafters, context.target.vocab_size)

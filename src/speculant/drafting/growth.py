@@ -69,7 +69,7 @@ class Growth(ABC):
 
     def nodes(self) -> list[Node]:
         """Return the nodes of the frontier; distributions of greedy requests with shared noise rank their tokens."""
-        return [Node(self.request, self.path(node), self.request.shared_noise) for node in self.frontier]
+        return [Node(self.request, self.path(node), self.request.drafts.shared_noise) for node in self.frontier]
 
     def rows(self) -> Iterable[int]:
         """Return the rows of these nodes in the pass; 0 = the root's."""
@@ -325,7 +325,7 @@ class TreeGrowth(Growth):
 
     def _branch(self, node: int, probs: Distributions) -> None:
         """Draw the children of a node, within the limit. A node without a possible token has none."""
-        pick, shared = self._picker(len(self.path(node))), self.request.shared_noise
+        pick, shared = self._picker(len(self.path(node))), self.request.drafts.shared_noise
         for token, state, own in self._topology.children(self._states[node], probs, pick, shared, self._sampler):
             if len(self.tokens) < self.limit:
                 self._states[len(self.tokens)] = state
@@ -336,7 +336,7 @@ class TreeGrowth(Growth):
     def _picker(self, depth: int) -> Pick:
         """Return how to draw at a depth: the likeliest token of a greedy request, the position's noise, or a stream."""
         chance = self.chain.chance
-        if self.request.shared_noise and self.request.params.greedy:
+        if self.request.drafts.shared_noise and self.request.params.greedy:
             return lambda token_probs: int(token_probs.argmax())
         if isinstance(chance, KeyedNoise):
             return lambda token_probs: chance.moved(depth).draw(token_probs)
@@ -346,7 +346,8 @@ class TreeGrowth(Growth):
         """Return the tree, with probs where a ratio rule may need them."""
         if not self.tokens:
             return DraftTree.empty()
-        return DraftTree.of(self.tokens, self.parents, None if self.request.shared_noise else torch.stack(self._probs))
+        probs = None if self.request.drafts.shared_noise else torch.stack(self._probs)
+        return DraftTree.of(self.tokens, self.parents, probs)
 
 
 def grow_trees(
@@ -489,7 +490,7 @@ def _shaped(plan: Chain, topology: StaticTree | DynamicTree, wanted: int) -> Cha
     """
     if not plan.limit:
         return replace(plan)
-    chance = MostLikely() if plan.request.shared_noise and plan.request.params.greedy else plan.chance
+    chance = MostLikely() if plan.request.drafts.shared_noise and plan.request.params.greedy else plan.chance
     if isinstance(topology, DynamicTree):
         topk = topology.topk
         depth = min(topology.depth, wanted, 1 + (plan.limit - 1) // topk)

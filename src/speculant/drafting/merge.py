@@ -70,12 +70,13 @@ class MergeDrafter(CompositeDrafter):
 
     def _needs_probs(self, request: Request) -> bool:
         """Whether a ratio rule would need the probs of a request's drawn drafts; warns once."""
-        if request.shared_noise:
+        if request.drafts.shared_noise:
             return False
         if not self._warned:
             self._warned = True
             logger.warning(
-                'drafts that are drawn are not merged under verification %r; use "match" for them', request.verifier
+                'drafts that are drawn are not merged under verification %r; use "match" for them',
+                request.drafts.verifier,
             )
         return True
 
@@ -133,4 +134,6 @@ def best_nodes(parents: Sequence[int], scores: Sequence[float], limit: int) -> l
 
 def build(context: DrafterContext) -> MergeDrafter:
     """Build the sub-drafters."""
-    return MergeDrafter(build_sub_drafters(context, read_options(context, MergeOptions).members), context.vocab_size)
+    return MergeDrafter(
+        build_sub_drafters(context, read_options(context, MergeOptions).members), context.target.vocab_size
+    )

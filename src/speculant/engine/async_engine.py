@@ -30,7 +30,7 @@ from speculant.engine.generation import Generation, Prompt, StreamPiece
 from speculant.errors import EngineClosedError, EngineDeadError, SpeculantError
 from speculant.metrics import EngineMetrics
 from speculant.params import SamplingParams
-from speculant.types import ANYONE, Client, RequestOutput, StepOutput
+from speculant.types import ANYONE, Client, RequestOutput, Sender, StepOutput
 
 _LONGEST_EXIT = 10.0  # seconds that a step under way may delay the interpreter's exit
 
@@ -91,9 +91,8 @@ class AsyncEngine(Frontend[AsyncGenerator[StreamPiece, None]]):
         request_id = uuid.uuid4().hex if request_id is None else request_id
         if (compiling := self._compiling(sampling_params, client)) is not None:
             await asyncio.wrap_future(compiling)
-        stream = PieceStream(
-            self._generation(prompt, sampling_params, request_id, priority, cache_salt, compiling, client)
-        )
+        sender = Sender(client, priority, cache_salt)
+        stream = PieceStream(self._generation(prompt, sampling_params, request_id, sender, compiling))
         self._thread.add(stream)
         try:
             while (piece := await stream.receive()) is not None:

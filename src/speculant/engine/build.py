@@ -24,7 +24,8 @@ from speculant.drafting import (
     Drafter,
     DrafterContext,
     Drafters,
-    Selection,
+    DraftModels,
+    Target,
     build_method,
     first_installed,
     installed,
@@ -133,8 +134,7 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     shape, has_source = target.model.cache_shape, target.model.needs.source
     memory = CacheMemory.of(config, limits, shape, target.mapped_bytes, scratch, has_source)
     verifiers, _ = build_verifiers(spec)
-    selection = Selection()
-    drafters, notes = build_drafters(config, spec, target, tokenizer, memory.make, selection, lambda: memory.target)
+    drafters, notes = build_drafters(config, spec, target, tokenizer, memory.make, lambda: memory.target)
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
     limits, context = memory.limits, memory.context(longest)
@@ -145,7 +145,6 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     seq_ids = itertools.count(1)
     measured = Calibration(target.model, cache, sampler, drafters.sub_drafters, limits, identity, seq_ids)
     policy = _draft_length(spec, length, drafters, measured)
-    selection.selector = policy
     engine = Engine(
         EngineOptions(
             limits,
@@ -294,17 +293,16 @@ def build_drafters(
     target: Checkpoint,
     tokenizer: Tokenizer,
     make_cache: Callable[[CacheShape], KVCache],
-    selection: Selection | None = None,
     target_cache: Callable[[], KVCache | None] = lambda: None,
 ) -> tuple[Drafters, str]:
     """Make the drafters for a target: the configured method's, and those of its `methods` that requests may name.
 
-    A method without a model need not be listed: it is made when a request names it. selection: gets its selector later.
-    target_cache: see `DrafterContext`. Returns the drafters, and notes for the user on their draft models.
+    A method without a model need not be listed: it is made when a request names it. target_cache: see `Target`.
+    Returns the drafters, and notes for the user on their draft models.
     """
     facts = str(target.folder), target.kernels, config.dtype
     loader = DraftLoader(config, target, tokenizer, facts, spec.use_heterogeneous_vocab if spec else None)
-    workshop = _Workshop(config, spec, target, make_cache, selection or Selection(), target_cache, loader)
+    workshop = _Workshop(config, spec, target, make_cache, target_cache, loader)
     drafters: dict[str, Drafter] = {}
     if spec is not None:
         drafters[method_name(spec)] = workshop.build(method_name(spec), build_verifiers(spec)[1])
@@ -325,7 +323,6 @@ class _Workshop:
     spec: SpeculativeConfig | None
     target: Checkpoint
     make_cache: Callable[[CacheShape], KVCache]
-    selection: Selection
     target_cache: Callable[[], KVCache | None]
     loader: DraftLoader
 
@@ -347,25 +344,19 @@ class _Workshop:
             )
         return self._build(method, {}, None)
 
-    def _build(self, method: str, options: Mapping[str, Any], model: str | None) -> Drafter:
+    def _build(self, method: str, options: Mapping[str, Any], draft_model: str | None) -> Drafter:
         policy, policy_options = _policy(self.spec)
+        model, sampler, loader = self.target.model, self.target.backend.sampler, self.loader
+        round_head = HeadRounding(self.target, self.config.draft_quantization, loader.facts, loader.notes)
         context = DrafterContext(
-            options=options,
-            model=model,
-            vocab_size=self.target.model.vocab_size,
-            device=self.target.model.cache_shape.device,
-            chances=KeyedChances(self.target.backend.sampler),
-            sampler=self.target.backend.sampler,
-            max_num_batched_tokens=resolve_for(self.config, self.target).max_num_batched_tokens,
-            load_draft=self.loader.load,
-            make_cache=self.make_cache,
-            stop_below=policy.stop_below(policy_options) if hasattr(policy, "stop_below") else 0.0,
-            selection=self.selection,
-            target=self.target.model,
-            vocabulary_of=self.loader.vocabulary_of,
-            tokenizer=self.loader.tokenizer,
-            target_cache=self.target_cache,
-            round_head=HeadRounding(self.target, self.config.draft_quantization, self.loader.facts, self.loader.notes),
+            options,
+            draft_model,
+            Target(model.vocab_size, model.cache_shape.device, sampler, model, loader.tokenizer, self.target_cache),
+            DraftModels(loader.load, loader.vocabulary_of, round_head),
+            self.make_cache,
+            KeyedChances(sampler),
+            resolve_for(self.config, self.target).max_num_batched_tokens,
+            policy.stop_below(policy_options) if hasattr(policy, "stop_below") else 0.0,
         )
         drafter: Drafter = build_method(method_facts(method), plugins.load(KIND, method).build, context)
         return drafter

@@ -17,7 +17,7 @@ from speculant.errors import RequestError, SpeculantError
 from speculant.lengths import DraftOutcome
 from speculant.metrics import StepTiming
 from speculant.models import CausalLM
-from speculant.types import DraftTree, Request, StepOutput, Verdict
+from speculant.types import NOT_ENDED, DraftTree, Ending, Request, StepOutput, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,8 @@ def commit_output(
     """
     request = output.item.request
     num_output = len(request.tokens) - len(request.prompt)
-    if request.stop_checker is not None:
-        request.stop_checker.checkpoint()
+    if request.stops.checker is not None:
+        request.stops.checker.checkpoint()
     try:
         request.metrics.timing.record_pass(timing)
         if isinstance(decision, SpeculantError):
@@ -84,7 +84,7 @@ def notify(drafters: Drafters, outputs: Sequence[TargetOutput], committed: Seque
             drafters.end(each.request)
     if drafters.listens:
         for output, each in zip(outputs, committed, strict=True):
-            if not each.left and each.request.error is None and drafters.observes(each.request):
+            if not each.left and each.request.ending.error is None and drafters.observes(each.request):
                 drafters.observe(each.request, output.committed_rows(each.kept, each.tokens))
 
 
@@ -194,10 +194,9 @@ def _become(request: Request, hypothesis: Hypothesis, now: float) -> list[StepOu
     tokens = hypothesis.tokens()
     request.shorten(len(request.prompt))
     request.extend(tokens)
-    stopped = tokens[-1] in request.end_token_ids
-    request.finish_reason = "stop" if stopped else "length"
-    request.stop_reason = _named_stop(request, tokens[-1])
-    if (checker := request.stop_checker) is not None:
+    stopped = tokens[-1] in request.stops.end_token_ids
+    request.ending = Ending("stop" if stopped else "length", request.stops.reason(tokens[-1]))
+    if (checker := request.stops.checker) is not None:
         for token in tokens[:-1]:
             checker.push(token)
         last = checker.push_end if stopped else checker.push
@@ -226,10 +225,9 @@ def ending_with(request: Request) -> Sequence[Request]:
 
 
 def _fail(request: Request, error: Exception) -> StepOutput:
-    request.finish_reason, request.error = "error", error
+    request.ending = Ending("error", error=error)
     if request.search is not None:  # the common prefix of its hypotheses is not a result
         request.shorten(len(request.prompt))
-        request.stop_reason = None
     rate = request.metrics.speculative_decoding.draft_acceptance_rate
     return StepOutput(request.request_id, request.index, None, False, "error", acceptance_rate=rate)
 
@@ -242,15 +240,15 @@ def roll_back(request: Request, num_output: int) -> None:
             request.constraint.rollback(len(request.tokens) - length)
     request.shorten(length)
     del request.logprobs[num_output:]
-    request.stop_reason = None
+    request.ending = NOT_ENDED
     for each in ending_with(request):
-        if each.stop_checker is not None:
-            each.stop_checker.rollback()
+        if each.stops.checker is not None:
+            each.stops.checker.rollback()
 
 
 def _append(tokens: Sequence[int], request: Request, max_model_len: int) -> list[int]:
     """Append tokens up to the one that ends the request: by an end, its constraint or its length; return them."""
-    params, checker, constraint, committed = request.params, request.stop_checker, request.constraint, list[int]()
+    params, checker, constraint, committed = request.params, request.stops.checker, request.constraint, list[int]()
     before = len(request.tokens) - len(request.prompt)
     room = max_model_len - len(request.tokens)
     if params.max_tokens is not None:
@@ -262,17 +260,17 @@ def _append(tokens: Sequence[int], request: Request, max_model_len: int) -> list
                 request.extend([token])  # which constraints read
             committed.append(token)
             may_stop = before + len(committed) >= params.min_tokens
-            if may_stop and token in request.end_token_ids:
-                request.finish_reason, request.stop_reason = "stop", _named_stop(request, token)
+            if may_stop and token in request.stops.end_token_ids:
+                request.ending = Ending("stop", request.stops.reason(token))
                 if checker is not None:
                     checker.push_end(token)
             elif checker is not None and (stop_string := checker.push(token)) is not None and may_stop:
-                request.finish_reason, request.stop_reason = "stop", stop_string
+                request.ending = Ending("stop", stop_string)
             elif constraint is not None and constraint.is_done:
-                request.finish_reason = "stop"
+                request.ending = Ending("stop")
             elif len(committed) >= room:
-                request.finish_reason = "length"
-            if request.finish_reason is not None:
+                request.ending = Ending("length")
+            if request.ending.reason is not None:
                 break
     finally:  # an error in the middle is rolled back from here
         if constraint is None:
@@ -280,16 +278,11 @@ def _append(tokens: Sequence[int], request: Request, max_model_len: int) -> list
     return committed
 
 
-def _named_stop(request: Request, token: int) -> int | None:
-    """Return the stop reason of an end token: the token if the caller named it in `stop_token_ids`, else None."""
-    return token if token in request.stop_token_ids else None
-
-
 def _outputs(request: Request, tokens: Sequence[int], num_drafted: int) -> list[StepOutput]:
     outputs = list[StepOutput]()
     for place, token in enumerate(tokens):
         outputs.append(StepOutput(request.request_id, request.index, token, place < num_drafted))
-    if request.finish_reason is not None:
-        outputs[-1].finish_reason = request.finish_reason
+    if request.ending.reason is not None:
+        outputs[-1].finish_reason = request.ending.reason
         outputs[-1].acceptance_rate = request.metrics.speculative_decoding.draft_acceptance_rate
     return outputs

@@ -26,7 +26,7 @@ from speculant.models import NO_RULES, CausalLM, OutputRules, check_taps
 from speculant.params import SamplingParams
 from speculant.sampling import Chances
 from speculant.scheduling import Schedule, Scheduler
-from speculant.types import ANYONE, Client, Request, StepOutput, StopChecker
+from speculant.types import ANYONE, NOBODY, Client, Ending, Request, Sender, StepOutput, StopChecker
 from speculant.verification import Verifier, checked_verifiers
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Engine:
         self.measurement = measurement or Measurement()
         self._last_s, self._is_new, self._delays = 0.0, False, 0  # of the last step; see `_measure`
         self._drafters = Drafters() if drafters is None else drafters
-        taps = [layer for layer in self._drafters.needs.hidden_layers if layer != target.num_layers + 1]
+        taps = [layer for layer in self._drafters.needs.target.hidden_layers if layer != target.num_layers + 1]
         check_taps(taps, target.num_layers)
         salt = attrgetter("full_salt") if target.needs.restart_at is None else target.needs.salt
         self._scheduler = Scheduler(options.limits, cache, self._drafters.match_prefix, salt)
@@ -116,15 +116,7 @@ class Engine:
         Raises RequestError or ConfigError for a prompt or parameters that can't be served, or an id in use, and
         CapacityError if too many requests wait; nothing is queued then.
         """
-        checked = self.check_request(
-            prompt,
-            params,
-            priority=priority,
-            cache_salt=cache_salt,
-            constraint=constraint,
-            client=client,
-            source=source,
-        )
+        checked = self.check_request(prompt, params, Sender(client, priority, cache_salt), constraint, source)
         return self.add_checked(checked, request_id, stop_checker)
 
     def add_checked(
@@ -144,15 +136,12 @@ class Engine:
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
+        sender: Sender = NOBODY,
         constraint: Callable[[], Constraint] | None = None,
-        client: Client = ANYONE,
         source: Sequence[int] = (),
     ) -> CheckedRequest:
         """Return a request for `add_checked`; raise errors of `add_request` that do not depend on other requests."""
-        checked = self._factory.check(prompt, params, priority, cache_salt, constraint, client, source)
+        checked = self._factory.check(prompt, params, sender, constraint, source)
         self._scheduler.check_size(_num_sequences(params))
         return checked
 
@@ -185,9 +174,9 @@ class Engine:
         outputs, explained = list[StepOutput](), not committed
         for each in committed:
             outputs += each.outputs
-            error = each.request.error
+            error = each.request.ending.error
             explained = explained or error is None or isinstance(error, SpeculantError)
-            if each.request.finish_reason is not None:
+            if each.request.ending.reason is not None:
                 self._end(each.request)
         self.doubtful = not explained
         self._count(schedule, committed)
@@ -212,7 +201,7 @@ class Engine:
         """End every sequence of a request at once and release its memory; an unknown id is ignored."""
         for request in list(self._by_id.get(request_id, ())):
             for sample in ending_with(request):
-                sample.finish_reason = "abort"
+                sample.ending = Ending("abort")
             self._end(request)
         self._note_standing()
 
@@ -260,7 +249,7 @@ class Engine:
         self.metrics.repeated_steps += 1
         runs = [self._run(alone) for alone in schedule.one_by_one(self._context.cache)]
         committed = [each for run in runs for each in run[0]]
-        if not any(each.request.error for each in committed):
+        if not any(each.request.ending.error for each in committed):
             self.metrics.transient_errors += 1
             if self.metrics.transient_errors == 1:
                 logger.warning("a step failed for all sequences together and for none alone: %r", cause)
@@ -270,8 +259,8 @@ class Engine:
         """Charge clients for the time of their drafts and of their sequences' work, as rows that take as long."""
         used, nodes = defaultdict[str, float](float), Counter[str]()
         for each in committed:
-            used[each.request.client.name] += each.request.work.last_s
-            nodes[each.request.client.name] += sum(each.outcome.drafted) if each.outcome is not None else 0
+            used[each.request.sender.client.name] += each.request.work.last_s
+            nodes[each.request.sender.client.name] += sum(each.outcome.drafted) if each.outcome is not None else 0
         node_s = sum(timing.draft_s for timing in timings) / max(1, nodes.total())
         rows = nodes.total() + sum(item.num_rows for item in schedule.items)
         row_s = sum(timing.pass_s for timing in timings) / max(1, rows)
@@ -283,9 +272,9 @@ class Engine:
         if not self._by_id[request.request_id]:
             del self._by_id[request.request_id]
         for sample in ending_with(request):
-            self.metrics.finished += sample.finish_reason in ("stop", "length")
-            self.metrics.aborted += sample.finish_reason == "abort"
-            self.metrics.failed += sample.finish_reason == "error"
+            self.metrics.finished += sample.ending.reason in ("stop", "length")
+            self.metrics.aborted += sample.ending.reason == "abort"
+            self.metrics.failed += sample.ending.reason == "error"
             self.metrics.lossy += not sample.metrics.lossless
 
     def _release(self, request: Request) -> None:

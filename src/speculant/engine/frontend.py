@@ -44,7 +44,7 @@ from speculant.text import (
     up_to_mark,
     with_mark,
 )
-from speculant.types import ANYONE, Client
+from speculant.types import NOBODY, Client, Sender
 
 Message = Mapping[str, Any]
 _Pieces = TypeVar("_Pieces")  # a stream's type: an iterator, or an asynchronous one
@@ -258,45 +258,42 @@ class Frontend(ABC, Generic[_Pieces]):
         prompt: Prompt,
         params: SamplingParams | None,
         request_id: str,
-        priority: int = 0,
-        cache_salt: str = "",
+        sender: Sender = NOBODY,
         compiled: Future[Grammar] | None = None,
-        client: Client = ANYONE,
     ) -> Generation:
         """Tokenise a prompt, compile its stop strings and its output's form; raises RequestError if that fails.
 
-        compiled: the form, if the caller has it already; otherwise this call waits for it. client: who sent the
-        request.
+        compiled: the form, if the caller has it already; otherwise this call waits for it.
         """
-        given = self._read_prompt(prompt)
-        if given.cache_salt and cache_salt not in ("", given.cache_salt):
+        given, own = self._read_prompt(prompt)
+        if own and sender.cache_salt not in ("", own):
             raise RequestError("the prompt and the call have different cache salts", "give one of them.")
         params = self._tokenised(params or self.default_params)
         stops = self._compile_stops(tuple(params.stop))
-        compiling, form = compiled or self._compiling(params, client), params.structured_outputs
+        compiling, form = compiled or self._compiling(params, sender.client), params.structured_outputs
         constrain = None
         if compiling is not None and form is not None:
-            constrain = _constrain(self._grammars.metered(_awaited(compiling), form, client.name), prompt)
-        given = replace(self._truncated(given, params), cache_salt=cache_salt or given.cache_salt)
-        return Generation(request_id, given, params, priority, stops, constrain, client)
+            constrain = _constrain(self._grammars.metered(_awaited(compiling), form, sender.client.name), prompt)
+        sender = replace(sender, cache_salt=own or sender.cache_salt)
+        return Generation(request_id, self._truncated(given, params), params, sender, stops, constrain)
 
     @property
     def has_source(self) -> bool:
         """Whether the model is an encoder-decoder: a plain prompt is then the source that its encoder reads."""
         return self.checkpoint.model.needs.source
 
-    def _read_prompt(self, prompt: object) -> TokenisedPrompt:
-        """Return a prompt in any form as token ids."""
+    def _read_prompt(self, prompt: object) -> tuple[TokenisedPrompt, str]:
+        """Return a prompt in any form as token ids, and its cache salt."""
         if isinstance(prompt, RenderedPrompt):
             self.check_chats()
             known = None if prompt.tokens is None else list(prompt.tokens)
-            return TokenisedPrompt(prompt.text, self._tokens_of(PlainPrompt(prompt.text, known), special=False))
+            return TokenisedPrompt(prompt.text, self._tokens_of(PlainPrompt(prompt.text, known), special=False)), ""
         read = self.read_prompt(prompt)
         if isinstance(read, PlainPrompt):
-            return TokenisedPrompt(read.text, self._tokens_of(read), read.cache_salt)
+            return TokenisedPrompt(read.text, self._tokens_of(read)), read.cache_salt
         text = None if read.decoder is None else read.decoder.text
         source, tokens = self._tokens_of(read.encoder), self.decoder_tokens(read.decoder)
-        return TokenisedPrompt(text, tokens, read.cache_salt, read.encoder.text, source)
+        return TokenisedPrompt(text, tokens, read.encoder.text, source), read.cache_salt
 
     def read_prompt(self, prompt: object) -> PlainPrompt | PromptPair:
         """Return the content of a prompt: a pair for an encoder-decoder model, whatever the form of the prompt.

@@ -26,7 +26,7 @@ from speculant.params import SamplingParams
 from speculant.speculation import is_whole
 from speculant.structured import Reasoning
 from speculant.text import ExpectedReasoning, StopStrings, TextStream, Tokenizer
-from speculant.types import ANYONE, Client, CompletionOutput, Logprobs, Request, RequestOutput, StepOutput
+from speculant.types import NOBODY, CompletionOutput, Logprobs, Request, RequestOutput, Sender, StepOutput
 
 
 class TextPrompt(TypedDict):
@@ -97,7 +97,6 @@ class TokenisedPrompt:
 
     text: str | None
     tokens: Sequence[int]
-    cache_salt: str = ""
     source_text: str | None = None
     source: Sequence[int] = ()
 
@@ -249,16 +248,14 @@ class Generation:
         request_id: str,
         prompt: TokenisedPrompt,
         params: SamplingParams,
-        priority: int = 0,
+        sender: Sender = NOBODY,
         stops: StopStrings | None = None,
         constrain: Callable[[], Constraint] | None = None,
-        client: Client = ANYONE,
     ) -> None:
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r} is a {type(request_id).__name__}", "give it as str.")
         self.request_id, self.params = request_id, params
-        self._prompt, self._stops = prompt, stops
-        self._priority, self._constrain, self._client = priority, constrain, client
+        self._prompt, self._sender, self._stops, self._constrain = prompt, sender, stops, constrain
         self._checked: CheckedRequest | None = None
         self._requests: list[Request] = []
         self._closed: set[int] = set()
@@ -269,13 +266,7 @@ class Generation:
         """Raise RequestError or ConfigError if the engine can't serve the prompt; a second call checks nothing."""
         if self._checked is None:
             self._checked = engine.check_request(
-                self._prompt.tokens,
-                self.params,
-                priority=self._priority,
-                cache_salt=self._prompt.cache_salt,
-                constraint=self._constrain,
-                client=self._client,
-                source=self._prompt.source,
+                self._prompt.tokens, self.params, self._sender, self._constrain, self._prompt.source
             )
         return self._checked
 
@@ -304,7 +295,7 @@ class Generation:
         if output.finish_reason is not None:
             text += self._close(request)
             done = self.output() if len(self._closed) == len(self._requests) else None
-            reason, stop = self._reason(request), request.stop_reason
+            reason, stop = self._reason(request), request.ending.stop
         return StreamPiece(
             output.index, output.token, text, output.drafted, reason, done, logprobs, output.corrected, stop
         )
@@ -347,7 +338,7 @@ class Generation:
             text=_stream(request).text,
             token_ids=request.output,
             finish_reason=self._reason(request),
-            stop_reason=request.stop_reason,
+            stop_reason=request.ending.stop,
             logprobs=None if request.params.logprobs is None else list(request.logprobs),
             cumulative_logprob=found.logprob if found else request.cumulative_logprob,
             score=search.score(request.index) if search else None,
@@ -372,10 +363,10 @@ class Generation:
             return ""
 
     def _reason(self, request: Request) -> str | None:
-        return "error" if request.index in self._failed else request.finish_reason
+        return "error" if request.index in self._failed else request.ending.reason
 
     def _errors(self) -> list[Exception | None]:
-        return [request.error or self._failed.get(request.index) for request in self._requests]
+        return [request.ending.error or self._failed.get(request.index) for request in self._requests]
 
 
 def with_token_texts(output: RequestOutput, tokenizer: Tokenizer) -> RequestOutput:
@@ -398,5 +389,5 @@ def with_token_texts(output: RequestOutput, tokenizer: Tokenizer) -> RequestOutp
 
 
 def _stream(request: Request) -> TextStream:
-    assert isinstance(request.stop_checker, TextStream)
-    return request.stop_checker
+    assert isinstance(request.stops.checker, TextStream)
+    return request.stops.checker

@@ -21,7 +21,7 @@ from speculant.errors import ConfigError, RequestError
 from speculant.metrics import Metric, read_metrics
 from speculant.params import SamplingParams
 from speculant.text import Tokenizer
-from speculant.types import CompletionOutput, Logprobs, RequestOutput, StepOutput
+from speculant.types import CompletionOutput, Logprobs, RequestOutput, Sender, StepOutput
 
 ShowProgress = bool | Callable[..., Any]
 
@@ -71,7 +71,8 @@ class LLM(Frontend[Iterator[StreamPiece]]):
         listed = split_prompts(prompts)
         each = zip(listed, self._params_for(listed, sampling_params), _priorities(listed, priority), strict=True)
         made = deque(
-            self._generation(prompt, params, f"request-{next(self._ids)}", rank) for prompt, params, rank in each
+            self._generation(prompt, params, f"request-{next(self._ids)}", Sender(priority=rank))
+            for prompt, params, rank in each
         )
         self._shared.check(made)
         with progress(use_tqdm, len(made)) as count:
@@ -123,7 +124,7 @@ class LLM(Frontend[Iterator[StreamPiece]]):
         Prompts of different salts share no cache, and drafts are looked up in texts of the same salt alone.
         """
         request_id = f"request-{next(self._ids)}"
-        generation = self._generation(prompt, sampling_params, request_id, cache_salt=cache_salt)
+        generation = self._generation(prompt, sampling_params, request_id, Sender(cache_salt=cache_salt))
         with closing(self._shared.stream(generation)) as pieces:
             for piece in pieces:
                 yield self._readable(piece)

@@ -45,7 +45,7 @@ from speculant.models import (
 from speculant.params import SamplingParams
 from speculant.sampling import KeyedChances
 from speculant.scheduling import NO_DRAFT
-from speculant.types import CommittedRows, DraftTree, Request
+from speculant.types import CommittedRows, DraftRules, DraftTree, Request
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -236,7 +236,7 @@ def draft_seconds(draft: Checkpoint, size: int, runs: Runs) -> tuple[float, floa
 
 @dataclass(frozen=True)
 class HeadRounding:
-    """The `DrafterContext.round_head` of an engine.
+    """The `DraftModels.round_head` of an engine.
 
     given: the configured type, see `EngineConfig`. facts: texts that name target, types and kernels. notes: the choice
     is added here, for the user.
@@ -251,7 +251,7 @@ class HeadRounding:
         """Return the context with a target for heads in the configured type, or in the fastest one."""
         model = self.target.model
         if self.given != AUTO:
-            return replace(context, target=hosting(model, rounded(self.given)))
+            return _hosted_by(context, hosting(model, rounded(self.given)))
         if not isinstance(model, RoundsHeads):
             return context
         own = [build.__module__, str(context.model), _state_of(context.model), str(sorted(context.options.items()))]
@@ -263,10 +263,8 @@ class HeadRounding:
 
             def measure(quantization: str | None, host: CausalLM) -> Precision:
                 room = len(sample.tokens) + ROOM
-                small = replace(
-                    context, target=host, make_cache=lambda shape: slotted_cache(shape, 1, room), stop_below=0.0
-                )
-                return sample.measure(quantization, complete(build(small)), runs)
+                small = replace(context, make_cache=lambda shape: slotted_cache(shape, 1, room), stop_below=0.0)
+                return sample.measure(quantization, complete(build(_hosted_by(small, host))), runs)
 
             return pass_s, measure
 
@@ -274,7 +272,12 @@ class HeadRounding:
         host, chosen = choose(lambda each: hosting(model, each), lambda host: types, trial, [*self.facts, *own])
         own_type = str(model.cache_shape.dtype).removeprefix("torch.")
         self.notes.append(f", draft weights in {chosen or own_type} (fastest here)")
-        return replace(context, target=host)
+        return _hosted_by(context, host)
+
+
+def _hosted_by(context: DrafterContext, host: CausalLM) -> DrafterContext:
+    """Return a context whose target computes heads with `host`."""
+    return replace(context, target=replace(context.target, model=host))
 
 
 def hosting(target: CausalLM, quantization: str | None) -> CausalLM:
@@ -301,7 +304,7 @@ def _state_of(source: object) -> str:
 class DraftSample:
     """A text, with the target's distributions [n, V] at temperature 1 after each token.
 
-    states: returns the hidden states of layers, [n, hidden] each, see `DrafterNeeds.hidden_layers`.
+    states: returns the hidden states of layers, [n, hidden] each, see `TargetNeeds.hidden_layers`.
     """
 
     tokens: Sequence[int]
@@ -329,7 +332,7 @@ class DraftSample:
 
     def drafts(self, drafter: Drafter) -> Iterator[tuple[DraftTree, Tensor]]:
         """Yield a draft of one node at each token after the first ones, and the target's distribution [V] there."""
-        states, last = self.states(tuple(drafter.needs.hidden_layers)), len(self.tokens) - 1
+        states, last = self.states(tuple(drafter.needs.target.hidden_layers)), len(self.tokens) - 1
         sequence, seen = self._sequence(min(PROMPT, last)), 0
         drafter.begin(sequence)
         for place in range(len(sequence.tokens), last + 1):
@@ -342,7 +345,7 @@ class DraftSample:
 
     def seconds(self, drafter: Drafter, runs: Runs) -> tuple[float, float]:
         """Time drafts after the text: return the seconds per drafted token, and the fixed seconds per draft."""
-        sequence, states = self._sequence(len(self.tokens)), self.states(tuple(drafter.needs.hidden_layers))
+        sequence, states = self._sequence(len(self.tokens)), self.states(tuple(drafter.needs.target.hidden_layers))
         drafter.begin(sequence)
         _observe(drafter, sequence, states, 0)
         depth = min(DEPTH, drafter.needs.max_nodes or DEPTH)
@@ -353,7 +356,7 @@ class DraftSample:
 
     def _sequence(self, length: int) -> Request:
         """Return a sequence that has the first tokens of the text, and whose drafts have probs."""
-        return replace(make_sequence(_TEXT, self.tokens[:length], DRAWN), shared_noise=False)
+        return replace(make_sequence(_TEXT, self.tokens[:length], DRAWN), drafts=DraftRules(shared_noise=False))
 
 
 def _observe(drafter: Drafter, sequence: Request, states: Sequence[Tensor], seen: int) -> None:

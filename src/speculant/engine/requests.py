@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from torch import Tensor
@@ -26,7 +26,7 @@ from speculant.params import SamplingParams
 from speculant.sampling import Purpose, mix
 from speculant.speculation import is_whole
 from speculant.structured import JoinedConstraint, Vocabulary, constrain_all
-from speculant.types import ANYONE, NO_WORK, Client, Request, StepWork, StopChecker, WorkRate
+from speculant.types import NO_WORK, NOBODY, Client, DraftRules, Request, Sender, StepWork, StopChecker, Stops, WorkRate
 from speculant.verification import Verifier
 
 
@@ -172,10 +172,8 @@ class CheckedRequest:
     prompt: Sequence[int]
     params: SamplingParams
     method: str | None
-    priority: int = 0
-    cache_salt: str = ""
+    sender: Sender = NOBODY
     constraint: Callable[[], Constraint] | None = None
-    client: Client = ANYONE
     source: Sequence[int] = ()
 
 
@@ -205,27 +203,25 @@ class RequestFactory:
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        priority: int,
-        cache_salt: str,
+        sender: Sender,
         constraint: Callable[[], Constraint] | None,
-        client: Client = ANYONE,
-        source: Sequence[int] = (),
+        source: Sequence[int],
     ) -> CheckedRequest:
         """Raise RequestError or ConfigError for a request that can't be served."""
         self._check_source(source)
         self._check_prompt(prompt)
         self._check_numbers(params)
-        given: tuple[object, object] = priority, cache_salt
+        given: tuple[object, object] = sender.priority, sender.cache_salt
         if not (is_whole(given[0]) and isinstance(given[1], str)):
             raise RequestError(
-                f"priority={priority!r}, cache_salt={cache_salt!r}", "give priority as int and cache_salt as str."
+                f"priority={given[0]!r}, cache_salt={given[1]!r}", "give priority as int and cache_salt as str."
             )
-        check_client(client)
+        check_client(sender.client)
         if constraint is not None and params.beam_width is not None:
             raise RequestError("a beam search takes no constraint", "leave out beam_width, or the constraint.")
         method = self._method(params)
         self._check_speculation(params, method)
-        return CheckedRequest(prompt, params, method, priority, cache_salt, constraint, client, source)
+        return CheckedRequest(prompt, params, method, sender, constraint, source)
 
     def make(
         self, checked: CheckedRequest, request_id: str, stop_checker: Callable[[], StopChecker] | None
@@ -235,9 +231,8 @@ class RequestFactory:
         if params.bad_words or params.allowed_token_ids is not None:
             rules = self._vocabulary(tuple(_banned(params)), params.allowed_token_ids)
             constraint = constrain_all(constraint, rules)
-        samples = [self._sample(checked, request_id, index) for index in range(params.n)]
+        samples = [self._sample(checked, request_id, index, stop_checker) for index in range(params.n)]
         for sample in samples:
-            sample.stop_checker = stop_checker() if stop_checker else None
             sample.constraint = constraint() if constraint else None
             if self._output_rules is not None:
                 formed = checked.constraint is not None or params.allowed_token_ids is not None
@@ -251,31 +246,28 @@ class RequestFactory:
             self._begin_search(samples, params.beam_width)
         return samples
 
-    def _sample(self, checked: CheckedRequest, request_id: str, index: int) -> Request:
+    def _sample(
+        self, checked: CheckedRequest, request_id: str, index: int, stop_checker: Callable[[], StopChecker] | None
+    ) -> Request:
         self._made += 1
         params, seed = checked.params, checked.params.seed
         own_seed = mix(self._rules.seed, Purpose.REQUEST, self._made) if seed is None else seed
         ends, stops = frozenset() if params.ignore_eos else self._rules.end_token_ids, frozenset(params.stop_token_ids)
-        request = Request(
+        metrics = RequestMetrics(TimingMetrics(arrival=time.perf_counter()))
+        return Request(
             seq_id=next(self._seq_ids),
             request_id=request_id,
             index=index,
             prompt=tuple(checked.prompt),
             params=params,
             seed=mix(own_seed, Purpose.REQUEST, index),
-            end_token_ids=ends | stops,
-            stop_token_ids=stops - ends,
-            metrics=RequestMetrics(TimingMetrics(arrival=time.perf_counter())),
-            tokens=list(checked.prompt),
-            drafter=checked.method,
-            priority=checked.priority,
-            client=checked.client,
-            cache_salt=checked.cache_salt,
+            metrics=metrics,
+            sender=checked.sender,
+            drafts=self._draft_rules(checked, metrics),
+            stops=Stops(ends | stops, stops - ends, stop_checker() if stop_checker else None),
             source=tuple(checked.source),
-            prediction=_prediction(params),
+            tokens=list(checked.prompt),
         )
-        self._choose_verifier(request)
-        return request
 
     def _work_of(self, request: Request) -> StepWork:
         """Return the measurement of a sequence's work, which starts from sequences with the same settings."""
@@ -301,7 +293,7 @@ class RequestFactory:
         beams = Beams(
             width,
             first.params.length_penalty,
-            first.end_token_ids,
+            first.stops.end_token_ids,
             longest=min(longest, first.params.max_tokens or longest),
             reach=limits.max_num_batched_tokens - limits.max_num_seqs,  # leaves a row for each other sequence
         )
@@ -309,31 +301,31 @@ class RequestFactory:
         for sample in samples:
             sample.search = search
 
-    def _choose_verifier(self, request: Request) -> None:
-        """Choose verifier and draft length of a request; without drafts the default, `match`, is plain sampling."""
-        needs, wanted = self._drafters.needs_of(request.drafter), request.params.speculation
+    def _draft_rules(self, checked: CheckedRequest, metrics: RequestMetrics) -> DraftRules:
+        """Choose verifier and draft length of a sequence; without drafts the default, `match`, is plain sampling."""
+        params, needs = checked.params, self._drafters.needs_of(checked.method)
+        rules = DraftRules(checked.method, prediction=_prediction(params))
         if needs is None:
-            return
-        own = wanted if isinstance(wanted, Mapping) else {}
-        request.num_speculative_tokens = own.get("num_speculative_tokens", self._usual_length(request))
-        if request.params.beam_width is not None:
-            request.metrics.verification = "beam" if needs.nodes_per_beam else None
-            return
-        name = self._named_rule(request.params)
+            return rules
+        own = params.speculation if isinstance(params.speculation, Mapping) else {}
+        rules = replace(rules, num_tokens=own.get("num_speculative_tokens", self._usual_length(checked.method)))
+        if params.beam_width is not None:
+            metrics.verification = "beam" if needs.nodes_per_beam else None
+            return rules
+        name = self._named_rule(params)
         if name == "auto":
-            name = choose_verifier(request, not needs.emits_probs, needs.emits_tree)
-        verifier = verifier_for(self._verifiers[name], request.params)
-        request.verifier = request.metrics.verification = name
-        request.metrics.lossless, request.shared_noise = verifier.lossless, verifier.needs.shared_noise
+            name = choose_verifier(params, not needs.emits_probs, needs.emits_tree)
+        verifier = verifier_for(self._verifiers[name], params)
+        metrics.verification, metrics.lossless = name, verifier.lossless
+        return replace(rules, verifier=name, shared_noise=verifier.needs.shared_noise)
 
     def _named_rule(self, params: SamplingParams) -> str:
         """Return the verification rule that a request or the engine names; "auto" = it is chosen, as for every seed."""
         own = params.speculation.get("verification") if isinstance(params.speculation, Mapping) else None
         return "auto" if params.seed is not None else own or self._rules.verification
 
-    def _usual_length(self, request: Request) -> int | None:
+    def _usual_length(self, method: str | None) -> int | None:
         """Return the draft length of a method that the request chose; None = the engine's, which is the default's."""
-        method = request.drafter
         return None if method is None or method == self._drafters.default else self._drafters.usual_length(method)
 
     def _check_source(self, source: Sequence[int]) -> None:

@@ -132,7 +132,7 @@ def forward_target(
 ) -> tuple[list[TargetOutput], Tensor]:
     """Process every sequence's tokens and draft in one pass; logits are computed for the rows that need them.
 
-    layers: those whose input hidden states are needed, ascending: see `DrafterNeeds.hidden_layers`. Returns the
+    layers: those whose input hidden states are needed, ascending: see `TargetNeeds.hidden_layers`. Returns the
     outputs, and the logits of all of them in order. Sources are encoded already.
     """
     if not scheduled:
@@ -246,7 +246,7 @@ def verify(
     for output in outputs:
         if output.pass_logits is not None:
             request = output.item.request
-            checked = verifiers[request.verifier, request.params.greedy]
+            checked = verifiers[request.drafts.verifier, request.params.greedy]
             chosen.append((output, checked))
             takes_best = takes_best and _takes_best(request) and checked.draws_after(output.tree)
     if not chosen:
@@ -269,12 +269,12 @@ def verify(
     return decisions
 
 
-def choose_verifier(request: Request, deterministic: bool, branches: bool = False) -> str:
+def choose_verifier(params: SamplingParams, deterministic: bool, branches: bool = False) -> str:
     """Return a verifier's name: match for a seeded or greedy request or a deterministic draft.
 
     For sampled drafts it is the lossless verifier that accepts most: block for a chain, traversal for a tree.
     """
-    if request.params.seed is not None or request.params.greedy or deterministic:
+    if params.seed is not None or params.greedy or deterministic:
         return "match"
     return "traversal" if branches else "block"
 

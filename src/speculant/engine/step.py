@@ -64,15 +64,15 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
     try:
         if schedule.sources:
             with mark(ENCODE):
-                encode_sources(target, cache, [each.source for each in schedule.sources], drafters.needs.reads_encoder)
+                encode_sources(target, cache, [each.source for each in schedule.sources], drafters.needs.target.encoder)
             encoded = time.perf_counter()
         with mark("draft"):
             drafts = propose(schedule, drafters, length, max_model_len, target)
         drafted = time.perf_counter()
         with mark("target pass"):
             trees = map(attrgetter("tree"), drafts)
-            outputs, logits = forward_target(target, cache, schedule.items, trees, drafters.needs.hidden_layers)
-            if drafters.needs.target_top_k:
+            outputs, logits = forward_target(target, cache, schedule.items, trees, drafters.needs.target.hidden_layers)
+            if drafters.needs.target.top_k:
                 outputs = with_successors(outputs, drafters.target_top_k)
         passed = time.perf_counter()
         with mark("verify"):
@@ -163,7 +163,7 @@ def propose(
 def _forced(item: Scheduled, vocab_size: int) -> Sequence[int]:
     """Return the tokens that a constraint forces next, if the sequence may have a draft."""
     request = item.request
-    if request.drafter is None or request.num_speculative_tokens == 0 or not item.decodes:
+    if request.drafts.method is None or request.drafts.num_tokens == 0 or not item.decodes:
         return ()
     with request.work:
         return forced_tokens(request.constraint, vocab_size)[:MAX_SPECULATIVE_TOKENS]
@@ -182,7 +182,7 @@ def _fill(
         limits.append(limit)
         if not limit:
             silent.append(draft.item.request)
-    proposed = drafters.propose(requests, limits)
+    proposed = drafters.propose(requests, limits, draft_length.policy)
     trees = draft_length.trim(requests, proposed)
     if draft_length.keeps_up:
         drafters.catch_up(silent)
@@ -226,13 +226,13 @@ def longest_draft(request: Request, max_model_len: int, needs: ModelNeeds) -> in
 
 def _bounds(drafters: Drafters, draft: SequenceDraft, max_model_len: int) -> DraftBounds:
     """Return the bounds of a draft, as its drafter announces them; forced tokens need no drafter."""
-    needs = drafters.needs_of(draft.item.request.drafter)
+    needs = drafters.needs_of(draft.item.request.drafts.method)
     if needs is None:
         return DraftBounds(max_len=0)
     if draft.forced:
         return DraftBounds(max_model_len)
     longest = min(max_model_len, needs.max_positions or max_model_len)
-    return DraftBounds(longest, needs.max_nodes, needs.nodes_per_beam or 0, needs.target_inputs)
+    return DraftBounds(longest, needs.max_nodes, needs.nodes_per_beam or 0, needs.target.inputs)
 
 
 class DraftBudget:
@@ -264,7 +264,7 @@ class DraftBudget:
             return 0
         if self._work is not None:
             drafting_s = 0.0 if search is None else request.work.drafts.row_s
-            nodes = self._work.take(request.client.name, request.work, nodes, least, drafting_s) // least * least
+            nodes = self._work.take(request.sender.client.name, request.work, nodes, least, drafting_s) // least * least
             if not nodes:
                 return 0
         uncomputed = 0 if search is None else search.beams.live_tree.size - item.tree.size

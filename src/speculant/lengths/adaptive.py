@@ -196,7 +196,7 @@ class Adaptive(DraftLength):
         """Return the plan of the next steps; work: see `StepPlan.made_for`."""
         plan, by_method = StepPlan.plain(schedule, work, self._costs, RESTS), dict[str, list[int]]()
         for place, (item, (_, _, decodes)) in enumerate(zip(schedule.items, work, strict=True)):
-            request, method = item.request, item.request.drafter
+            request, method = item.request, item.request.drafts.method
             plan.pure = plan.pure and decodes and request.search is None
             if (asked := asked_length(request)) is not None or request.search is not None:
                 plan.lengths[place] = self._most(request) if asked is None else asked
@@ -327,7 +327,7 @@ class Adaptive(DraftLength):
         self._scores.clear()
         for draft in drafts:
             self._scores[draft.request.seq_id] = draft
-            acceptance = self._methods[str(draft.request.drafter)].scored
+            acceptance = self._methods[str(draft.request.drafts.method)].scored
             survivals.append(acceptance.scored_survivals(draft, ROW_SHARE))
             parents.append(draft.parents)
             most += len(survivals[-1])
@@ -343,7 +343,7 @@ class Adaptive(DraftLength):
 
         Where a model would draw nothing, the deterministic draft is taken, and cut with those of the batch.
         """
-        plan, method, length = self._plan, str(request.drafter), self._drawn.get(request.seq_id, 0)
+        plan, method, length = self._plan, str(request.drafts.method), self._drawn.get(request.seq_id, 0)
         if not length or asked_length(request) is not None:
             return True
         draft_s = self._costs.drafts_s(method, sum(map(bool, self._drawn.values())), length)[-2:, length]
@@ -363,14 +363,14 @@ class Adaptive(DraftLength):
         return self._drawn.get(request.seq_id)
 
     def _most(self, request: Request) -> int:
-        method = str(request.drafter)
+        method = str(request.drafts.method)
         return most_nodes(request, self._longest, self._trees(method), self._look_ahead_rows(method))
 
     @override
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         plan, step = self._plan, ObservedStep()
         for draft in self._scores.values():
-            step.methods[str(draft.request.drafter)].scored = True
+            step.methods[str(draft.request.drafts.method)].scored = True
         for outcome in outcomes:
             self._count(step, outcome)
         draft_s, rows = timing.draft_s, step.forced_rows
@@ -389,7 +389,7 @@ class Adaptive(DraftLength):
 
     def _count(self, step: ObservedStep, outcome: DraftOutcome) -> None:
         """Count an outcome, and learn from it how likely the method's drafts are accepted."""
-        request, method, nodes = outcome.request, str(outcome.request.drafter), sum(outcome.drafted)
+        request, method, nodes = outcome.request, str(outcome.request.drafts.method), sum(outcome.drafted)
         own, rows = step.methods[method], nodes + outcome.look_ahead_rows
         step.rows += rows
         if outcome.forced:

@@ -130,7 +130,7 @@ class DraftLengthContext:
     num_speculative_tokens: the configured length, or the method's usual one. options: the policy's own keys. longest:
     the configured length alone; None = the policy chooses. costs: measures those of this machine; None = can't. trees:
     nodes and depth of the trees of methods that draft trees without scores. look_ahead_rows: a method's
-    `target_inputs`. selects: whether the policy selects between a method's candidate drafters.
+    `TargetNeeds.inputs`. selects: whether the policy selects between a method's candidate drafters.
     """
 
     num_speculative_tokens: int
@@ -149,7 +149,7 @@ class GuardedLength:
     """
 
     def __init__(self, policy: DraftLength, measurement: Measurement | None = None) -> None:
-        self._policy, self._measurement, self.keeps_up = policy, measurement or Measurement(), policy.keeps_up
+        self.policy, self._measurement, self.keeps_up = policy, measurement or Measurement(), policy.keeps_up
         self._guard = Guard(logger, "and the step goes on without drafts")
         self.paused = False  # in this step, which the policy does not observe either
         self._left, self._spare = 0, 0  # steps of the pause, and the spare tokens of each: the same rows are scheduled
@@ -164,11 +164,11 @@ class GuardedLength:
         if self.paused:
             return [0] * count
         try:
-            lengths = list(map(index, self._policy.choose(schedule)))
+            lengths = list(map(index, self.policy.choose(schedule)))
             if len(lengths) != count or (lengths and min(lengths) < 0):
                 raise DraftLengthError(f"the lengths are {lengths!r} for {count} sequences", "give each one from 0 up.")
             if not (self.keeps_up or any(lengths)):
-                self._left, self._spare = index(self._policy.pause()), schedule.spare_tokens
+                self._left, self._spare = index(self.policy.pause()), schedule.spare_tokens
         except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
             self._guard.note(_NAME, error)
             return [0] * count
@@ -187,7 +187,7 @@ class GuardedLength:
         if not places:
             return drafts
         try:
-            counts = list(map(index, self._policy.trim(seen)))
+            counts = list(map(index, self.policy.trim(seen)))
         except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
             self._guard.note(_NAME, error)
             return drafts
@@ -199,7 +199,7 @@ class GuardedLength:
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
         """Pass on the outcomes of a step's drafts, which are committed by now."""
         try:
-            self._policy.observe(outcomes, timing)
+            self.policy.observe(outcomes, timing)
         except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
             self._guard.note(_NAME, error)
 

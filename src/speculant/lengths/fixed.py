@@ -22,7 +22,7 @@ class Fixed(DraftLength):
     def choose(self, schedule: Schedule) -> list[int]:
         lengths = list[int]()
         for item in schedule.items:
-            own = item.request.num_speculative_tokens
+            own = item.request.drafts.num_tokens
             lengths.append(self._length if own is None else own)
         return lengths
 

@@ -165,7 +165,7 @@ class Calibration(Measurement):
             try:
                 if curves := (yield from self._curves(drafter)):
                     found["drafts"][method] = curves
-                if drafter.needs.own_cache and not drafter.needs.hidden_layers:
+                if drafter.needs.own_cache and not drafter.needs.target.hidden_layers:
                     yield from self._read(method, drafter, passes[1], found["readings"])
             except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
                 guard.note(f"drafter {method!r}", error)
@@ -292,7 +292,7 @@ class Calibration(Measurement):
             self._observe(drafter, each)
         try:
             times = timing(lambda depth: drafter.propose(drafting, [depth] * count), depths)
-            if drafter.needs.target_cache:
+            if drafter.needs.target.cache:
                 with self._encoded():
                     self._fill_target(drafting)
                     rounds = finished(times)  # in one slice, as it takes blocks of the target's cache
@@ -352,15 +352,15 @@ class Calibration(Measurement):
     def _begin(self, drafter: Drafter, text: Request) -> None:
         """Begin a sequence; the values of its source's states do not matter here."""
         drafter.begin(text)
-        if self._source is not None and (drafter.needs.reads_encoder or drafter.needs.target_cache):
+        if self._source is not None and (drafter.needs.target.encoder or drafter.needs.target.cache):
             drafter.observe_source(text, replace(self._source, states=self._zeros(len(self._source.tokens))))
 
     def _observe(self, drafter: Drafter, text: Request) -> None:
         """Give a drafter hidden states for a sequence's prompt; their values do not matter here."""
         needs, tokens = drafter.needs, text.tokens[:-1]
-        if needs.hidden_layers or needs.target_inputs:
-            states, ahead = self._zeros(len(tokens)), self._zeros(needs.target_inputs)
-            hidden = (states,) * len(needs.hidden_layers)
+        if needs.target.hidden_layers or needs.target.inputs:
+            states, ahead = self._zeros(len(tokens)), self._zeros(needs.target.inputs)
+            hidden = (states,) * len(needs.target.hidden_layers)
             drafter.observe(text, CommittedRows(0, tokens, text.tokens[-1:], hidden, ahead=ahead))
 
     def _zeros(self, rows: int) -> Tensor:
@@ -382,9 +382,7 @@ def make_sequence(
 ) -> Request:
     """Make a sequence that is measured, and that no caller waits for."""
     metrics = RequestMetrics(TimingMetrics(arrival=0.0))
-    return Request(
-        seq_id, "measured", 0, tuple(tokens), params, 0, frozenset(), metrics, source=source, tokens=[*tokens]
-    )
+    return Request(seq_id, "measured", 0, tuple(tokens), params, 0, metrics, source=source, tokens=[*tokens])
 
 
 def timed(run: Callable[[int], object], sizes: Sequence[int], runs: list[Sequence[Run]]) -> dict[int, float]:

@@ -281,7 +281,7 @@ def most_nodes(request: Request, longest: int | None, tree: tuple[int, int] | No
     tree: nodes and depth of the trees of a method that drafts whole ones. look_ahead_rows: those of a method that
     drafts from them bound its nodes; 0 = it has none.
     """
-    asked = request.num_speculative_tokens if request.num_speculative_tokens is not None else longest
+    asked = request.drafts.num_tokens if request.drafts.num_tokens is not None else longest
     most = asked if asked is not None else tree[0] if tree else LONGEST
     return min(most, look_ahead_rows) if look_ahead_rows else most
 

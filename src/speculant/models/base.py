@@ -190,13 +190,13 @@ class Chain:
     @property
     def softened(self) -> bool:
         """Whether greedy tokens have distributions at temperature 1, to compare with `stop_below` or rank siblings."""
-        ranked = self.stop_below > 0 or (self.is_tree and self.request.shared_noise)
+        ranked = self.stop_below > 0 or (self.is_tree and self.request.drafts.shared_noise)
         return ranked and self.request.params.greedy
 
     @property
     def emits_probs(self) -> bool:
         """Whether a verifier reads `probs`. Softened distributions are not those that greedy tokens are drawn from."""
-        return not (self.request.shared_noise or self.softened)
+        return not (self.request.drafts.shared_noise or self.softened)
 
     def draft(self) -> DraftTree:
         """Return the tokens that were drawn."""

@@ -164,13 +164,13 @@ class KeyedChances(Chances):
 
     @override
     def draft(self, request: Request) -> Chance:
-        if request.shared_noise:
+        if request.drafts.shared_noise:
             return KeyedNoise(request.seed, len(request.tokens), self._sampler)
         return Stream(request.seed, (Purpose.DRAFT, Purpose.DRAFT), request.rounds, self._sampler)
 
     @override
     def verify(self, request: Request) -> Chance:
-        if request.shared_noise:
+        if request.drafts.shared_noise:
             return KeyedNoise(request.seed, len(request.tokens), self._sampler)
         return Stream(request.seed, (Purpose.ACCEPT, Purpose.DRAW), request.rounds, self._sampler)
 

@@ -102,7 +102,7 @@ def edits_of(node: Node) -> Edits:
             mask=_mask_of(node),
             biased=params.biased if params.logit_bias else None,
             biases=params.biases if params.logit_bias else None,
-            banned=request.end_token_ids,
+            banned=request.stops.end_token_ids,
             ban_below=params.min_tokens - request.num_output,
             counts=_counts(request) if params.penalised else None,
             repetition=params.repetition_penalty,

@@ -160,7 +160,7 @@ def by_client(requests: Sequence[Request]) -> dict[str, list[Request]]:
     """Return the requests of each client."""
     found = defaultdict[str, list[Request]](list)
     for request in requests:
-        found[request.client.name].append(request)
+        found[request.sender.client.name].append(request)
     return found
 
 
@@ -170,14 +170,14 @@ def surplus(own: Sequence[Request], priority: int, rank: Callable[[Request], tup
     own: the running sequences of one client. priority: more urgent requests, whose priority is lower, give up nothing.
     """
     counts = Counter(request.call for request in own)
-    several = [each for each in own if counts[each.call] > 1 and each.priority >= priority]
+    several = [each for each in own if counts[each.call] > 1 and each.sender.priority >= priority]
     return max(several, key=lambda each: (counts[each.call], *rank(each)), default=None)
 
 
 def last_of(own: Sequence[Request], rank: Callable[[Request], tuple[int, ...]]) -> Request:
     """Return which of its running sequences a client gives up first: the last by rank, or before it a surplus one."""
     last = max(own, key=rank)
-    return surplus(own, last.priority, rank) or last
+    return surplus(own, last.sender.priority, rank) or last
 
 
 class Holding(NamedTuple):
@@ -360,7 +360,7 @@ class WaitingRequests:
 
     def _arrange(self, request: Request) -> None:
         """Give the request of a sequence its place in its client's queue, or none if it has begun or does not wait."""
-        name, client, waiting = request.call, request.client.name, self.siblings(request)
+        name, client, waiting = request.call, request.sender.client.name, self.siblings(request)
         queue = self._queues.setdefault(client, WaitingQueue())
         if waiting and name not in self._begun:
             queue.enter(name, self._key(waiting[0]))
@@ -396,7 +396,7 @@ class Standings:
 
     def place(self, request: Request) -> tuple[float, ...]:
         """Return the place of a running request in a step: after clients with a lower counter."""
-        return self.accounts.of(request.client).counter, *self.turn(request)
+        return self.accounts.of(request.sender.client).counter, *self.turn(request)
 
     def rank(self, request: Request) -> tuple[int, int]:
         """Return the place of a sequence by level and arrival alone; the largest gives way first."""
@@ -414,7 +414,7 @@ class Standings:
         holdings, lasts = self.holdings(), [last_of(each, self.rank) for each in by_client(self.running).values()]
 
         def excess(request: Request) -> tuple[float, ...]:
-            held = holdings[request.client.name]
+            held = holdings[request.sender.client.name]
             return held.num_requests > 1, held.per_weight(), *self.rank(request)
 
         return max(lasts, key=excess)
@@ -423,8 +423,8 @@ class Standings:
         """Return the holdings of the clients with running requests."""
         holdings: dict[str, Holding] = {}
         for request in self.running:
-            held = holdings.get(request.client.name) or Holding(self.accounts.of(request.client))
-            holdings[request.client.name] = Holding(
+            held = holdings.get(request.sender.client.name) or Holding(self.accounts.of(request.sender.client))
+            holdings[request.sender.client.name] = Holding(
                 held.account, held.num_requests + 1, held.num_sequences + width(request)
             )
         return holdings
@@ -447,7 +447,7 @@ class Standings:
     def _standing(self, request: Request) -> Standing:
         held, (queued_at, arrival) = self.target.length(request.seq_id), self._queued_at[request.seq_id]
         backlog = len(request.tokens) - held + self.unencoded(request)
-        return Standing(arrival, request.priority, queued_at, held, backlog)
+        return Standing(arrival, request.sender.priority, queued_at, held, backlog)
 
 
 def width(request: Request) -> int:

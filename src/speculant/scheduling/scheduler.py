@@ -122,7 +122,7 @@ class WorkBudget:
         busy = dict[str, Client]()
         for request in running:
             if request.work is not NO_WORK:
-                busy[request.client.name] = request.client
+                busy[request.sender.client.name] = request.sender.client
         if not busy:
             return None
         weights = {name: accounts.of(client).weight for name, client in busy.items()}
@@ -134,7 +134,7 @@ class WorkBudget:
         Rows whose results are used have work: those of newest tokens and of live hypotheses, and all rows of a prompt
         whose log-probabilities are wanted. least: the fewest rows that a beam search can use.
         """
-        name, own, search = request.client.name, request.work, request.search
+        name, own, search = request.sender.client.name, request.work, request.search
         if request.wants_prompt_logits:
             return self.take(name, own, min(backlog, budget))
         if own is NO_WORK or budget < backlog:
@@ -233,7 +233,7 @@ class RowDivision:
         if waited:
             order = sorted(order, key=lambda request: -waited.get(request.seq_id, 0))
         for request in order:
-            name, source = request.client.name, standings.sources.of(request.seq_id) if request.source else None
+            name, source = request.sender.client.name, standings.sources.of(request.seq_id) if request.source else None
             if source is not None and source not in encoded and not standings.sources.is_encoded(source):
                 encoding = self._encoding(source, request)
                 if name in late or encoding.num_rows > budgets[name]:
@@ -273,15 +273,15 @@ class RowDivision:
         """
         standings, budget = self._standings, self._budget
         if few:
-            return {standings.running[0].client.name: budget} if standings.running else {}
+            return {standings.running[0].sender.client.name: budget} if standings.running else {}
         needs, least, weights = Counter[str](), Counter[str](), dict[str, float]()
         longest, counts = Counter[str](), Counter[str]()  # the longest source, and the requests
         for request in sorted(standings.running, key=standings.place, reverse=True):
-            name, fewest, unencoded = request.client.name, self._least(request), standings.unencoded(request)
+            name, fewest, unencoded = request.sender.client.name, self._least(request), standings.unencoded(request)
             needs[name] += max(fewest, self._wanted(request)) + unencoded
             least[name] = max(least[name], fewest)
             longest[name], counts[name] = max(longest[name], unencoded), counts[name] + 1
-            weights[name] = standings.accounts.of(request.client).weight
+            weights[name] = standings.accounts.of(request.sender.client).weight
         first = next(reversed(needs), "")
         if longest[first]:
             least[first] = max(least[first], longest[first] + counts[first] - 1)
@@ -357,7 +357,7 @@ class Scheduler:
         limits: Limits,
         target: KVCache,
         most_matched: Callable[[Request], int],
-        salt: Callable[[Request], str] = attrgetter("cache_salt"),
+        salt: Callable[[Request], str] = attrgetter("sender.cache_salt"),
     ) -> None:
         self._limits, self._target, self._most_matched, self._salt = limits, target, most_matched, salt
         self._salts: dict[int, str] = {}  # of the keys and values that running requests have in the cache
@@ -387,14 +387,14 @@ class Scheduler:
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests of one client together; raises CapacityError if the queue has no places for them."""
-        if len(requests) > self.num_vacant(requests[0].client):
+        if len(requests) > self.num_vacant(requests[0].sender.client):
             raise CapacityError(
                 f"{len(self.running)} sequences run and {len(self.waiting)} wait, {len(requests)} more came and "
                 f"max_num_seqs + max_waiting is {self._num_places}, shared by the clients",
                 "try again later, or raise max_waiting.",
             )
         for request in requests:
-            self._accounts.enter(request.client)
+            self._accounts.enter(request.sender.client)
             self.standings.queue(request, self._step)
             self.waiting.add(request)
 
@@ -413,14 +413,14 @@ class Scheduler:
                     self.standings.queue(sibling, self._step)
                 self.waiting.end(request)
         self.standings.forget(request)
-        self._accounts.leave(request.client)
+        self._accounts.leave(request.sender.client)
         self._stop(request)
 
     def schedule(self) -> Schedule:
         """Admit requests that fit, then share the token budget; preempt the last request while memory is short."""
         self._step += 1
         for request in self.running:  # others may have computed the prefix of one that is not started
-            salt = self._salts.get(request.seq_id, request.cache_salt)
+            salt = self._salts.get(request.seq_id, request.sender.cache_salt)
             if salt != self._salt(request) or request.seq_id in self._unstarted:
                 self._target.release(request.seq_id)
                 self._start(request)
@@ -453,10 +453,10 @@ class Scheduler:
         """Charge each client for its rows of a step, and count the steps that gave requests a token."""
         used = Counter[str]()
         for item in items:
-            used[item.request.client.name] += item.num_rows
+            used[item.request.sender.client.name] += item.num_rows
             self._gained[item.request.seq_id] = self._gained.get(item.request.seq_id, 0) + item.completes
         for encoding in sources:
-            used[encoding.requests[0].client.name] += encoding.num_rows
+            used[encoding.requests[0].sender.client.name] += encoding.num_rows
         self._accounts.charge(used)
 
     def _admit(self) -> tuple[list[Request], list[Request]]:
@@ -486,17 +486,17 @@ class Scheduler:
             return ready[request.request_id]
 
         def turn(request: Request) -> tuple[int, int, Key]:
-            return request.priority, running[request.call], self.standings.turn(request)
+            return request.sender.priority, running[request.call], self.standings.turn(request)
 
         for request in [*self.waiting.firsts_of_begun(is_ready), *self.waiting.firsts_of_others()]:
-            other = firsts.setdefault(request.client.name, request)
-            firsts[request.client.name] = request if other is request else min(other, request, key=turn)
+            other = firsts.setdefault(request.sender.client.name, request)
+            firsts[request.sender.client.name] = request if other is request else min(other, request, key=turn)
         if len(firsts) < 2:
             return [*firsts.values()]
         holdings = self.standings.holdings()
 
         def claim(request: Request) -> tuple[float, float, int]:
-            holding = holdings.get(request.client.name) or Holding(self._accounts.of(request.client))
+            holding = holdings.get(request.sender.client.name) or Holding(self._accounts.of(request.sender.client))
             return holding.per_weight(), holding.account.counter, request.seq_id
 
         return sorted(firsts.values(), key=claim)
@@ -505,8 +505,8 @@ class Scheduler:
         """Start a request of which nothing runs in the place of a surplus one of its client, and return it."""
         running = by_client(self.running)
         for claimant in self.waiting.firsts_of_others():
-            own = running.get(claimant.client.name, [])
-            while (extra := surplus(own, claimant.priority, self.standings.rank)) is not None:
+            own = running.get(claimant.sender.client.name, [])
+            while (extra := surplus(own, claimant.sender.priority, self.standings.rank)) is not None:
                 own.remove(extra)
                 self._preempt(extra)
                 preempted.append(extra)
@@ -532,7 +532,7 @@ class Scheduler:
         if self._accounts.few:
             return None
         holdings = self.standings.holdings()
-        own = holdings.pop(claimant.client.name, None) or Holding(self._accounts.of(claimant.client))
+        own = holdings.pop(claimant.sender.client.name, None) or Holding(self._accounts.of(claimant.sender.client))
         lasts = {name: last_of(each, self.standings.rank) for name, each in by_client(self.running).items()}
         giving = [
             name
@@ -549,7 +549,7 @@ class Scheduler:
     def _start(self, request: Request) -> None:
         """Hold the source, and take over cached positions: a sibling's prompt, else a matching prefix."""
         if request.source:
-            self.sources.hold(request.seq_id, request.source, request.cache_salt)
+            self.sources.hold(request.seq_id, request.source, request.sender.cache_salt)
         salt = self._salts[request.seq_id] = self._salt(request)
         most = min(self._most_matched(request), len(request.tokens) - 1)
         start = min(most, len(request.prompt) - 1)
@@ -587,7 +587,7 @@ class Scheduler:
         """Return the running samples of the same prompt whose keys and values a request can take over."""
         siblings = [other for other in self.running if other.request_id == request.request_id]
         salt = self._salt(request)
-        return [other for other in siblings if self._salts.get(other.seq_id, other.cache_salt) == salt]
+        return [other for other in siblings if self._salts.get(other.seq_id, other.sender.cache_salt) == salt]
 
     def _preempt(self, request: Request) -> None:
         """Release a request's blocks and queue it again; its tokens are recomputed once it is admitted."""

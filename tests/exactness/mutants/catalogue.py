@@ -129,7 +129,7 @@ RANDOMNESS = [
     Mutant(
         "seeded requests verified by a ratio rule",
         VERIFY,
-        "request.params.seed is not None or ",
+        "params.seed is not None or ",
         "",
         "test_seeds.py::test_speculation_changes_no_seeded_text[model-plain]",
     ),
@@ -308,8 +308,8 @@ ENDS = [
     Mutant(
         "end of sequence inside a draft ignored",
         COMMIT,
-        "            if request.finish_reason is not None:\n                break",
-        "            if request.finish_reason is not None and len(committed) == len(tokens):\n                break",
+        "            if request.ending.reason is not None:\n                break",
+        "            if request.ending.reason is not None and len(committed) == len(tokens):\n                break",
         END.format("auto-right-5-paged"),
     ),
     Mutant(
@@ -329,8 +329,8 @@ ENDS = [
     Mutant(
         "length cap hides an earlier stop",
         COMMIT,
-        "if may_stop and token in request.end_token_ids:",
-        "if may_stop and token in request.end_token_ids and len(committed) < room:",
+        "if may_stop and token in request.stops.end_token_ids:",
+        "if may_stop and token in request.stops.end_token_ids and len(committed) < room:",
         "test_ends.py::test_an_end_token_wins_over_the_length[right-5]",
     ),
     Mutant(

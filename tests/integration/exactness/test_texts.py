@@ -128,7 +128,7 @@ def test_the_reader_sees_the_distributions_drawn_from(checkpoints: Checkpoints, 
         here = reread(text, place)
         reader.end(here)
         distribution = reader.distributions([Node(here)])[0]
-        here.shared_noise = True
+        here.drafts = replace(here.drafts, shared_noise=True)
         assert distribution_draw(here, distribution) == text.output[place]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speculant.drafting import DrafterNeeds, FallbackDrafter, Selection, StatelessDrafter, SubDrafter
+from speculant.drafting import DrafterNeeds, FallbackDrafter, Selector, StatelessDrafter, SubDrafter
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import ScriptedDrafter
 from tests.models import make_request
@@ -28,11 +28,11 @@ def fallback(*sub_drafters: ScriptedDrafter) -> FallbackDrafter:
     return FallbackDrafter([SubDrafter("scripted", each, 4) for each in sub_drafters], V)
 
 
-def proposed(drafter: FallbackDrafter, limits: Sequence[int]) -> list[list[int]]:
+def proposed(drafter: FallbackDrafter, limits: Sequence[int], selector: Selector | None = None) -> list[list[int]]:
     requests = [make_request([1, 2], seq_id=seq_id) for seq_id in range(1, len(limits) + 1)]
     for request in requests:
         drafter.begin(request)
-    return [tree.token_list for tree in drafter.propose(requests, limits)]
+    return [tree.token_list for tree in drafter.propose_selected(requests, limits, selector)]
 
 
 def test_fallback_takes_the_first_draft_of_each_sequence() -> None:
@@ -85,36 +85,36 @@ def lookup(scores: Sequence[float], needs: DrafterNeeds | None = None) -> Script
     return ScriptedDrafter(lambda request: tree, needs)
 
 
-def selecting(selector: Scripted, *sub_drafters: ScriptedDrafter) -> FallbackDrafter:
-    return FallbackDrafter([SubDrafter("scripted", each, 4) for each in sub_drafters], V, Selection(selector))
+def selected(selector: Scripted, *sub_drafters: ScriptedDrafter) -> list[list[int]]:
+    return proposed(fallback(*sub_drafters), [4], selector)
 
 
 def test_fallback_uses_a_model_where_the_selector_prefers_it() -> None:
     model = Knowing({1: [8, 9]}, MODEL)
-    assert proposed(selecting(Scripted(0.5, 2), lookup([0.4, 0.4]), model), [4]) == [[8, 9]]
+    assert selected(Scripted(0.5, 2), lookup([0.4, 0.4]), model) == [[8, 9]]
     assert model.asked == [[(1, 2)]], "the selector bounds it"
-    assert proposed(selecting(Scripted(0.4, 2), lookup([0.4, 0.4]), model), [4]) == [[5, 5]]
-    assert proposed(selecting(Scripted(0.5, 0), lookup([0.4, 0.4]), model), [4]) == [[]], "the selector wants no draft"
+    assert selected(Scripted(0.4, 2), lookup([0.4, 0.4]), model) == [[5, 5]]
+    assert selected(Scripted(0.5, 0), lookup([0.4, 0.4]), model) == [[]], "the selector wants no draft"
 
 
 def test_fallback_selects_only_before_a_model() -> None:
     """The first draft is taken where no model follows."""
     first, second = lookup([0.1]), lookup([0.9])
-    assert proposed(selecting(Scripted(0.5, 0), first, second), [4]) == [[5]]
+    assert selected(Scripted(0.5, 0), first, second) == [[5]]
     model = Knowing({}, MODEL)
-    assert proposed(selecting(Scripted(0.5, 0), model, first), [4]) == [[5]]
+    assert selected(Scripted(0.5, 0), model, first) == [[5]]
 
 
 def test_fallback_announces_that_the_policy_selects() -> None:
     model = Knowing({}, MODEL)
-    assert selecting(Scripted(0.5, 0), lookup([0.1]), model).needs.selects
-    assert not selecting(Scripted(0.5, 0), model, lookup([0.1])).needs.selects
-    assert not selecting(Scripted(0.5, 0), lookup([0.1]), lookup([0.9])).needs.selects
+    assert fallback(lookup([0.1]), model).needs.selects
+    assert not fallback(model, lookup([0.1])).needs.selects
+    assert not fallback(lookup([0.1]), lookup([0.9])).needs.selects
 
 
 def test_fallback_takes_drafts_without_scores() -> None:
     first = Knowing({1: [6]})
-    assert proposed(selecting(Scripted(2.0, 0), first, Knowing({1: [8]}, MODEL)), [4]) == [[6]]
+    assert selected(Scripted(2.0, 0), first, Knowing({1: [8]}, MODEL)) == [[6]]
 
 
 def test_a_composite_listens_if_it_or_a_part_of_it_does() -> None:

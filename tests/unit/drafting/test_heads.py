@@ -22,14 +22,14 @@ from torch.nn import functional
 from speculant import LLM, plugins
 from speculant.cache import paged_cache
 from speculant.config import Limits
-from speculant.drafting import UNKNOWN, Drafter, DrafterContext, likeliest, product_tree, save_head_tokens
+from speculant.drafting import UNKNOWN, Drafter, likeliest, product_tree, save_head_tokens
 from speculant.errors import ConfigError, ModelError, PairError, SpeculantError
 from speculant.kernels import usable_sets
 from speculant.lengths import Calibration
 from speculant.models import CausalLM, load_model
 from speculant.params import SamplingParams
-from speculant.sampling import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
+from tests.fakes import drafter_context
 from tests.heads import (
     LAYER,
     MTP_NAMES,
@@ -614,9 +614,7 @@ def test_a_head_named_as_a_draft_model_is_told_its_method(tmp_path: Path, checkp
 
 def test_without_a_target_there_is_no_head(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no target"):
-        plugins.load("speculant.drafting", "medusa").build(
-            DrafterContext({}, str(tmp_path), V, torch.device("cpu"), KeyedChances(), 8, None, None)  # type: ignore[arg-type]
-        )
+        plugins.load("speculant.drafting", "medusa").build(drafter_context(V, model=str(tmp_path)))
 
 
 def test_product_tree_takes_the_likeliest_paths() -> None:
@@ -644,8 +642,6 @@ def test_ranked_candidates_are_those_of_draws_by_rank(tmp_path: Path, checkpoint
 
 def test_early_exit_is_a_model_of_the_first_layers(tmp_path: Path, checkpoints: Checkpoints) -> None:
     """Its draft is that of a checkpoint with as many layers."""
-    from dataclasses import replace
-
     target = load_target(checkpoints)
     folder = tmp_path / "first"
     folder.mkdir()
@@ -657,11 +653,11 @@ def test_early_exit_is_a_model_of_the_first_layers(tmp_path: Path, checkpoints: 
     request = make_request(TEXT, params=GREEDY)
     made = []
     for method, options in (("early_exit", {"layers": 1}), ("draft_model", {})):
-        context = DrafterContext(
-            options, None, V, torch.device("cpu"), KeyedChances(), 64, lambda source, head_tokens=(): small,
-            lambda shape: paged_cache(shape, 64, 4), target=target,
+        context = drafter_context(
+            V, options, load=lambda source, head_tokens=(): small, make_cache=lambda shape: paged_cache(shape, 64, 4),
+            target=target,
         )  # fmt: skip
-        drafter: Drafter = plugins.load("speculant.drafting", method).build(replace(context))
+        drafter: Drafter = plugins.load("speculant.drafting", method).build(context)
         drafter.begin(request)
         with torch.inference_mode():
             made.append(drafter.propose([request], [DEPTH])[0].token_list)

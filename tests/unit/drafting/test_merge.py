@@ -92,7 +92,8 @@ def test_merge_leaves_out_draws_under_a_ratio_rule(shared_noise: bool, caplog: p
     """A drawn node beside others would need its distribution; a warning is logged once."""
     probs = torch.full((1, V), 1 / V)
     drawn = ScriptedDrafter(
-        lambda request: DraftTree.chain([3], None if request.shared_noise else probs), DrafterNeeds(emits_probs=True)
+        lambda request: DraftTree.chain([3], None if request.drafts.shared_noise else probs),
+        DrafterNeeds(emits_probs=True),
     )
     drafter = merge_of(drawn, ScriptedDrafter(lambda request: [4]))
     request = make_request([1, 2], shared_noise=shared_noise)

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 
 from speculant.drafting import DrafterContext, no_options, read_options
 from speculant.errors import ConfigError
-from speculant.sampling import KeyedChances
+from tests.fakes import drafter_context
 
 
 @dataclass(frozen=True)
@@ -24,10 +23,7 @@ class Options:
 
 
 def context(**options: Any) -> DrafterContext:
-    def never(_: Any) -> Any:
-        raise AssertionError("nothing is loaded")
-
-    return DrafterContext(options, None, 10, torch.device("cpu"), KeyedChances(), 8, never, never)
+    return drafter_context(10, options)
 
 
 def test_given_options_replace_the_defaults() -> None:

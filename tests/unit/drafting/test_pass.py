@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from speculant import LLM
-from speculant.drafting import Drafter, DrafterNeeds, Proposals, StatelessDrafter, check_ahead, propose_checked
+from speculant.drafting import (
+    Drafter,
+    DrafterNeeds,
+    Proposals,
+    StatelessDrafter,
+    TargetNeeds,
+    check_ahead,
+    propose_checked,
+)
 from speculant.errors import ConfigError, DraftError, PairError
 from speculant.kernels import usable_sets
 from speculant.models import CausalLM, load_model
@@ -157,7 +165,7 @@ def test_embeddings_of_another_target_are_refused(tmp_path: Path, checkpoints: C
 
 
 class Overdoing(StatelessDrafter):
-    needs = DrafterNeeds(target_inputs=2)
+    needs = DrafterNeeds(target=TargetNeeds(inputs=2))
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         return [DraftTree.empty().looking_ahead(torch.zeros(2, 4)) for _ in requests]

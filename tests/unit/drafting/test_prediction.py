@@ -100,7 +100,9 @@ def test_prediction_place_does_not_depend_on_the_parts(
 
 
 def engine_of(**needs: Any) -> Drafters:
-    return Drafters({"reader": ScriptedDrafter(lambda request: request.prediction, DrafterNeeds(**needs))}, "reader")
+    return Drafters(
+        {"reader": ScriptedDrafter(lambda request: request.drafts.prediction, DrafterNeeds(**needs))}, "reader"
+    )
 
 
 def asking(prediction: object, **more: object) -> SamplingParams:
@@ -109,8 +111,8 @@ def asking(prediction: object, **more: object) -> SamplingParams:
 
 def test_prediction_reaches_drafters_that_read_it() -> None:
     rig = build_rig(TableModel(Pair(1, 6, FULL_SUPPORT).target, 6), engine_of(reads_prediction=True), length=2)
-    assert rig.add([1], asking([2, 3]))[0].prediction == (2, 3)
-    assert rig.add([1], SamplingParams(), "b")[0].prediction == ()
+    assert rig.add([1], asking([2, 3]))[0].drafts.prediction == (2, 3)
+    assert rig.add([1], SamplingParams(), "b")[0].drafts.prediction == ()
     with pytest.raises(RequestError, match="not a token id from 0 to 5"):
         rig.add([1], asking([2, 6]), "c")
     with pytest.raises(RequestError, match="not a token id"):

@@ -7,22 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import example, given, settings, strategies as st
 
 from speculant.drafting import LONGEST_SCORED, DrafterContext, LookupDrafter, LookupOptions, NgramDrafter, RecentMatches
 from speculant.drafting.lookup import ngram, prompt_lookup
 from speculant.errors import ConfigError
-from speculant.sampling import KeyedChances
 from tests.examples import examples
+from tests.fakes import drafter_context
 from tests.models import make_request
 
 
 def context(options: Mapping[str, Any]) -> DrafterContext:
-    def never(_: Any) -> Any:
-        raise AssertionError("nothing is loaded")
-
-    return DrafterContext(options, None, 100, torch.device("cpu"), KeyedChances(), 64, never, never)
+    return drafter_context(100, options)
 
 
 def search(tokens: list[int], options: LookupOptions, limit: int) -> list[int]:

@@ -76,7 +76,7 @@ def test_the_output_comes_before_the_source(name: str) -> None:
 
 def test_the_end_of_an_output_is_learnt_without_its_source() -> None:
     drafter = suffix.SuffixDrafter(suffix.SuffixOptions())
-    request = make_request([0], [60, 61, 62, 63], source=tuple(SOURCE), finish_reason="length")
+    request = make_request([0], [60, 61, 62, 63], source=tuple(SOURCE), reason="length")
     drafter.begin(request)
     copied(drafter, request)
     drafter.end(request)

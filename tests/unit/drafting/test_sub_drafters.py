@@ -20,6 +20,7 @@ from speculant.drafting import (
     Method,
     StatelessDrafter,
     SubDrafter,
+    TargetNeeds,
     bound,
     build_sub_drafter,
     build_sub_drafters,
@@ -29,9 +30,8 @@ from speculant.drafting import (
 from speculant.errors import ConfigError
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
 from speculant.metrics import EngineMetrics
-from speculant.sampling import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
-from tests.fakes import Rig, ScriptedDrafter, build_rig
+from tests.fakes import Rig, ScriptedDrafter, build_rig, drafter_context
 from tests.models import Checkpoints, make_request
 
 V = 6
@@ -41,10 +41,7 @@ LIMITS = Limits(max_model_len=32, max_num_seqs=3, max_num_batched_tokens=48)
 
 
 def context(model: str | None = None) -> DrafterContext:
-    def never(_: Any) -> Any:
-        raise AssertionError("nothing is loaded")
-
-    return DrafterContext({}, model, V, torch.device("cpu"), KeyedChances(), 8, never, never)
+    return drafter_context(V, model=model)
 
 
 def sub_drafter(drafter: Drafter, usual: int = 4, method: str = "scripted") -> SubDrafter:
@@ -119,14 +116,20 @@ def test_usual_sub_drafters_leave_out_missing_methods(monkeypatch: pytest.Monkey
 def test_combined_needs_are_enough_for_every_sub_drafter() -> None:
     needs = combine(
         [
-            announcing(max_nodes=3, hidden_layers=(2, 0), max_positions=20),
-            announcing(max_nodes=7, hidden_layers=(1, 2), max_positions=30, emits_tree=True, nodes_per_beam=2),
+            announcing(max_nodes=3, target=TargetNeeds(hidden_layers=(2, 0)), max_positions=20),
+            announcing(
+                max_nodes=7,
+                target=TargetNeeds(hidden_layers=(1, 2)),
+                max_positions=30,
+                emits_tree=True,
+                nodes_per_beam=2,
+            ),
             announcing(max_nodes=5, max_positions=10, emits_probs=True, own_cache=True),
         ]
     )
     assert needs == DrafterNeeds(
-        max_nodes=7, emits_probs=True, emits_tree=True, usual_nodes=4, own_cache=True, hidden_layers=(0, 1, 2),
-        max_positions=30, nodes_per_beam=2,
+        max_nodes=7, emits_probs=True, emits_tree=True, usual_nodes=4, own_cache=True,
+        target=TargetNeeds(hidden_layers=(0, 1, 2)), max_positions=30, nodes_per_beam=2,
     )  # fmt: skip
     unbounded = combine([announcing(max_nodes=3, max_positions=9), announcing()])
     assert (unbounded.max_nodes, unbounded.max_positions, unbounded.nodes_per_beam) == (None, None, None)
@@ -151,7 +154,7 @@ class Watching(StatelessDrafter):
     """Notes the calls that it gets."""
 
     def __init__(self, layers: tuple[int, ...] = (), adopts: int = 99) -> None:
-        self.needs = DrafterNeeds(hidden_layers=layers)
+        self.needs = DrafterNeeds(target=TargetNeeds(hidden_layers=layers))
         self.calls: list[str] = []
         self.hidden: list[tuple[torch.Tensor, ...]] = []
         self._adopts = adopts
@@ -185,7 +188,7 @@ def test_composite_passes_every_call_to_every_sub_drafter() -> None:
     composite, request = CompositeDrafter([sub_drafter(one), sub_drafter(two)], V), make_request(range(8))
     composite.begin(request)
     composite.catch_up([request])
-    layers = tuple(torch.full((2, 1), float(layer)) for layer in composite.needs.hidden_layers)
+    layers = tuple(torch.full((2, 1), float(layer)) for layer in composite.needs.target.hidden_layers)
     composite.observe(request, CommittedRows(0, [0, 1], (), layers))
     composite.roll_back(request, [4, 5])
     assert composite.match_prefix(request) == 3
@@ -256,7 +259,7 @@ def test_a_sub_drafter_that_failed_begins_again() -> None:
 def test_nested_errors_are_counted_once() -> None:
     inner = FallbackDrafter([sub_drafter(Troubled("propose", times=2))], V)
     outer = FallbackDrafter([sub_drafter(inner)], V)
-    drafters, request = Drafters.of(outer), make_request([1, 2], drafter="default")
+    drafters, request = Drafters.of(outer), make_request([1, 2], method="default")
     drafters.attach(V, EngineMetrics())
     drafters.begin(request)
     for _ in range(3):

@@ -20,7 +20,7 @@ from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
 from speculant.models import resolve_source
 from speculant.params import SamplingParams
 from speculant.text import Tokenizer
-from speculant.types import CommittedRows, DraftTree, Request
+from speculant.types import CommittedRows, DraftTree, Ending, Request
 from tests.fakes import build_rig, few_blocks
 from tests.models import make_request
 
@@ -47,7 +47,7 @@ def serve(drafter: SuffixDrafter, request: Request, reason: str | None = "stop")
     """Run a request from its first call to its last."""
     drafter.begin(request)
     drafter.observe(request, CommittedRows(0, request.tokens[:-1], request.output))
-    request.finish_reason = reason
+    request.ending = Ending(reason)
     drafter.end(request)
 
 
@@ -312,7 +312,7 @@ def test_running_requests_draft_from_one_another() -> None:
     assert asked(drafter, [9, *text[:5]])[:3] == text[5:8]
     assert drafter.store.num_tokens == 3 + PART
     running.extend(text[PART:])
-    running.finish_reason = "stop"
+    running.ending = Ending("stop")
     drafter.end(running)
     rest = len(text) - PART
     assert drafter.store.num_tokens == 3 + PART + SuffixOptions().suffix_decoding_max_tree_depth - 1 + rest

@@ -13,7 +13,7 @@ SCRIPT = [token % 50 for token in range(400)]
 
 def taught(rate: float, script: list[int] = SCRIPT, vocab_size: int = 50) -> SyntheticDrafter:
     drafter = SyntheticDrafter(SyntheticOptions(acceptance_rate=rate), vocab_size)
-    drafter.end(make_request([1, 2], script, finish_reason="length"))
+    drafter.end(make_request([1, 2], script, reason="length"))
     return drafter
 
 
@@ -50,7 +50,7 @@ def test_an_unknown_prompt_gets_no_draft() -> None:
 
 def test_the_longest_finished_continuation_is_remembered() -> None:
     drafter = taught(1.0, [1, 2, 3])
-    drafter.end(make_request([1, 2], [9], finish_reason="stop"))
+    drafter.end(make_request([1, 2], [9], reason="stop"))
     drafter.end(make_request([1, 2], [8, 8, 8, 8]))
     assert proposal(drafter, [], 9) == [1, 2, 3]
 

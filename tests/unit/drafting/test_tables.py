@@ -18,6 +18,7 @@ from speculant.errors import ConfigError
 from speculant.lab.training import count_bigrams
 from speculant.params import SamplingParams
 from speculant.sampling import KeyedChances
+from tests.fakes import drafter_context
 from tests.models import make_request
 
 V = 6
@@ -132,7 +133,7 @@ def test_tables_that_are_no_tables_are_refused(tmp_path: Path) -> None:
 
 
 def context(**options: object) -> DrafterContext:
-    return DrafterContext(options, None, V, torch.device("cpu"), KeyedChances(), 8, None, None)  # type: ignore[arg-type]
+    return drafter_context(V, options)
 
 
 def test_static_needs_its_tables(tmp_path: Path) -> None:

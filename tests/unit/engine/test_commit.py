@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -111,7 +111,7 @@ def test_tokens_after_an_end_token_are_dropped_everywhere(end: int) -> None:
     committed = a.commit((1, 2, 4), 7)
     said = [11, 12, 14, 7][: [11, 12, 14, 7].index(end) + 1]
     assert a.request.output == committed.tokens == [output.token for output in committed.outputs] == said
-    assert (a.request.finish_reason, a.request.stop_reason) == ("stop", None)
+    assert (a.request.ending.reason, a.request.ending.stop) == ("stop", None)
     assert len(a.request.logprobs) == a.request.metrics.timing.num_tokens == len(said)
     assert len(held(a)) == len(a.request.tokens) - 1
     assert committed.outputs[-1].finish_reason == "stop"
@@ -119,44 +119,44 @@ def test_tokens_after_an_end_token_are_dropped_everywhere(end: int) -> None:
 
 def test_a_stop_string_ends_a_request_within_a_run() -> None:
     stop_checker = Watch(stop=[12])
-    a = a_round(stop_checker=stop_checker)
+    a = a_round(checker=stop_checker)
     a.commit((1, 2, 4), 7)
-    assert (a.request.output, a.request.finish_reason, a.request.stop_reason) == ([11, 12], "stop", "STOP")
+    assert (a.request.output, a.request.ending.reason, a.request.ending.stop) == ([11, 12], "stop", "STOP")
     assert stop_checker.seen == [11, 12]
 
 
 def test_a_stop_string_can_span_verifications() -> None:
-    a = a_round(output=[9], stop_checker=Watch(stop=[9, 11], seen=[9]))
+    a = a_round(output=[9], checker=Watch(stop=[9, 11], seen=[9]))
     a.commit((1, 2), 7)
-    assert (a.request.output, a.request.stop_reason) == ([9, 11], "STOP")
+    assert (a.request.output, a.request.ending.stop) == ([9, 11], "STOP")
 
 
 def test_a_stop_at_the_last_allowed_token_is_a_stop() -> None:
-    for fields in ({"end_token_ids": frozenset({12})}, {"stop_checker": Watch(stop=[12])}):
+    for fields in ({"end_token_ids": frozenset({12})}, {"checker": Watch(stop=[12])}):
         a = a_round(params=SamplingParams(max_tokens=2), **fields)
         a.commit((1, 2, 4), 7)
-        assert (a.request.output, a.request.finish_reason) == ([11, 12], "stop")
+        assert (a.request.output, a.request.ending.reason) == ([11, 12], "stop")
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4])
 def test_max_tokens_is_never_overshot(max_tokens: int) -> None:
     a = a_round(params=SamplingParams(max_tokens=max_tokens))
     a.commit((1, 2, 4), 7)
-    assert (a.request.num_output, a.request.finish_reason, a.request.stop_reason) == (max_tokens, "length", None)
+    assert (a.request.num_output, a.request.ending.reason, a.request.ending.stop) == (max_tokens, "length", None)
 
 
 @pytest.mark.parametrize("max_model_len", [4, 5, 6])
 def test_the_context_is_never_overshot(max_model_len: int) -> None:
     a = a_round()
     a.commit((1, 2, 4), 7, max_model_len=max_model_len)
-    assert (len(a.request.tokens), a.request.finish_reason) == (max_model_len, "length")
+    assert (len(a.request.tokens), a.request.ending.reason) == (max_model_len, "length")
 
 
 def test_ends_below_min_tokens_do_not_end() -> None:
     params = SamplingParams(min_tokens=3, max_tokens=50)
     a = a_round(params=params, end_token_ids=frozenset({11, 14}))
     a.commit((1, 2, 4), 7)
-    assert (a.request.output, a.request.finish_reason) == ([11, 12, 14], "stop")
+    assert (a.request.output, a.request.ending.reason) == ([11, 12, 14], "stop")
 
 
 @pytest.mark.parametrize(
@@ -244,14 +244,15 @@ def test_a_failure_ends_a_request_and_keeps_its_earlier_tokens() -> None:
     request.metrics.speculative_decoding.record(4, 1, 2)
     (told,) = fail(request, error).outputs
     assert (told.token, told.finish_reason, told.acceptance_rate) == (None, "error", 0.25)
-    assert (request.output, request.finish_reason, request.error) == ([9, 8], "error", error)
+    assert (request.output, request.ending.reason, request.ending.error) == ([9, 8], "error", error)
 
 
 def test_tokens_without_an_output_are_rolled_back() -> None:
     a = a_round(output=[9], params=SamplingParams(logprobs=0, max_tokens=50), end_token_ids=frozenset({14}))
     a.request.logprobs = [{}]
-    a.request.stop_checker = stop_checker = Watch(stop=[20], seen=[9], saved=1)
+    stop_checker = Watch(stop=[20], seen=[9], saved=1)
+    a.request.stops = replace(a.request.stops, checker=stop_checker)
     a.commit((1, 2, 4), 7)
     roll_back(a.request, 1)
-    assert (a.request.tokens, a.request.logprobs, a.request.stop_reason) == ([*PROMPT, 9], [{}], None)
+    assert (a.request.tokens, a.request.logprobs, a.request.ending.stop) == ([*PROMPT, 9], [{}], None)
     assert stop_checker.seen == [9]

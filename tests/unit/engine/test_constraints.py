@@ -40,7 +40,7 @@ def test_a_constraint_that_is_done_ends_its_request(draft: Sequence[int]) -> Non
     rig = rig_with(draft)
     (request,) = rig.add((0,), SamplingParams(min_tokens=9), constraint=LINE.constrain)
     rig.finish()
-    assert (request.output, request.finish_reason, request.stop_reason) == ([0, 1, 2], "stop", None)
+    assert (request.output, request.ending.reason, request.ending.stop) == ([0, 1, 2], "stop", None)
     assert taken(request) == [0, 1, 2]
 
 
@@ -48,7 +48,7 @@ def test_an_end_token_is_taken_too() -> None:
     rig = rig_with((0, 1), ends=frozenset({1}))
     (request,) = rig.add((0,), SamplingParams(), constraint=LINE.constrain)
     rig.finish()
-    assert (request.output, request.finish_reason, request.stop_reason) == ([0, 1], "stop", None)
+    assert (request.output, request.ending.reason, request.ending.stop) == ([0, 1], "stop", None)
     assert taken(request) == [0, 1]
 
 
@@ -89,8 +89,8 @@ def test_a_constraint_that_allows_nothing_is_an_error() -> None:
     (request,) = rig.add((0,), SamplingParams(logit_bias={3: -float("inf")}), constraint=stuck.constrain)
     (other,) = rig.add((0,), SamplingParams(max_tokens=9), "other")
     rig.finish()
-    assert (request.output, request.finish_reason) == ([0, 1], "error")
-    assert "no token is possible" in str(request.error)
+    assert (request.output, request.ending.reason) == ([0, 1], "error")
+    assert "no token is possible" in str(request.ending.error)
     assert taken(request) == [0, 1]
     assert other.num_output == 9
 
@@ -145,8 +145,8 @@ def test_a_constraint_over_its_limits_fails_alone(draft: Sequence[int]) -> None:
         texts.append((free.output, other.output))
         assert rig.engine.metrics.repeated_steps == 0
     assert texts[0] == texts[1]
-    assert "the form of this request is slow" in str(request.error)
-    assert request.finish_reason == "error"
+    assert "the form of this request is slow" in str(request.ending.error)
+    assert request.ending.reason == "error"
     assert taken(request) == request.output
     assert request.num_output == 5
 
@@ -193,7 +193,7 @@ def test_a_failed_step_rolls_back_its_reservations(place: str, penalties: dict[s
     while not request.finished:
         before = list(request.output)
         rig.step() if place != "mask" else rig.engine.step()
-    assert isinstance(request.error, TroubleError)
+    assert isinstance(request.ending.error, TroubleError)
     assert request.output == before == taken(request)
     assert 0 < len(before) < 6
     if request.counts is not None:
@@ -224,8 +224,8 @@ def test_a_failed_rollback_of_a_constraint_fails_its_request() -> None:
     (request,) = rig.add((1,), SamplingParams(), "bad", constraint=lambda: Unrepentant(LOOP))
     (other,) = rig.add((0,), SamplingParams(temperature=0, max_tokens=12), "good")
     rig.finish()
-    assert isinstance(request.error, TroubleError)
-    assert (other.num_output, other.finish_reason) == (12, "length")
+    assert isinstance(request.ending.error, TroubleError)
+    assert (other.num_output, other.ending.reason) == (12, "length")
     assert rig.engine.metrics.repeated_steps == 0
 
 

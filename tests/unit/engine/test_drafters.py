@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from speculant.config import Limits
-from speculant.drafting import DrafterNeeds, Drafters, StatelessDrafter, check_draft, check_extends, complete
+from speculant.drafting import (
+    DrafterNeeds,
+    Drafters,
+    StatelessDrafter,
+    TargetNeeds,
+    check_draft,
+    check_extends,
+    complete,
+)
 from speculant.errors import ConfigError, DraftError
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
 from speculant.lengths import Fixed, ScoredDraft
@@ -72,7 +80,7 @@ def finished(rig: Rig, prompts: Sequence[Sequence[int]] = ((0,), (1, 2), (3, 3))
     rig.drafter_may_fail = True
     requests = [rig.add(prompt, GREEDY, str(index))[0] for index, prompt in enumerate(prompts)]
     rig.finish()
-    assert {request.finish_reason for request in requests} == {"length"}
+    assert {request.ending.reason for request in requests} == {"length"}
     return [request.output for request in requests]
 
 
@@ -154,8 +162,8 @@ class Announcing(StatelessDrafter):
 @pytest.mark.parametrize(
     ("needs", "says"),
     [
-        (DrafterNeeds(hidden_layers=(0, 9)), "with 2 layers"),
-        (DrafterNeeds(hidden_layers=(-1,)), "with 2 layers"),
+        (DrafterNeeds(target=TargetNeeds(hidden_layers=(0, 9))), "with 2 layers"),
+        (DrafterNeeds(target=TargetNeeds(hidden_layers=(-1,))), "with 2 layers"),
     ],
 )
 def test_complete_refuses_impossible_needs(needs: DrafterNeeds, says: str) -> None:
@@ -276,7 +284,7 @@ class Listener(StatelessDrafter):
     """Keeps the rows that it observes, by sequence."""
 
     def __init__(self, top_k: int = 0) -> None:
-        self.needs = DrafterNeeds(target_top_k=top_k)
+        self.needs = DrafterNeeds(target=TargetNeeds(top_k=top_k))
         self.seen, self.calls = dict[int, list[int]](), 0
 
     def begin(self, request: Request) -> None:

@@ -16,7 +16,7 @@ from speculant.kernels import REFERENCE, NativeSampler, Sampler, open_kernels
 from speculant.params import SamplingParams
 from speculant.sampling import Chance, KeyedChances
 from speculant.scheduling import Scheduled
-from speculant.types import DraftTree, Verdict
+from speculant.types import DraftRules, DraftTree, Verdict
 from speculant.verification import Match, Verifier, checked_verifiers
 from speculant.verification.rejection import build as rejection
 from tests.examples import sizes
@@ -60,9 +60,9 @@ def outputs_of(rng: random.Random, kinds: list[SamplingParams]) -> tuple[list[Ta
     for seq_id in range(1, 1 + SEQUENCES):
         params = kinds[seq_id % len(kinds)]
         request = make_request([1, 2], params=params, seq_id=seq_id)
-        request.shared_noise = params is not UNSEEDED
-        request.verifier = "rule" if request.shared_noise else "ratio"
-        tree = random_tree(rng) if request.shared_noise else DraftTree.empty()
+        shared = params is not UNSEEDED
+        request.drafts = DraftRules(verifier="rule" if shared else "ratio", shared_noise=shared)
+        tree = random_tree(rng) if request.drafts.shared_noise else DraftTree.empty()
         sequences.append((Scheduled(request, 1, 1), tree, first))
         first += 1 + tree.size
     logits = 4 * torch.randn(first, VOCAB_SIZE, generator=torch.Generator().manual_seed(rng.randrange(10**6)))

@@ -14,7 +14,7 @@ from torch import Tensor
 from speculant.cache import KVStorage, Source
 from speculant.config import Limits
 from speculant.constraints import Constraint, forced_tokens
-from speculant.drafting import DrafterNeeds, FallbackDrafter, SubDrafter
+from speculant.drafting import DrafterNeeds, FallbackDrafter, SubDrafter, TargetNeeds
 from speculant.engine import Engine, EngineOptions, runner as runner_module
 from speculant.errors import RequestError
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
@@ -79,10 +79,10 @@ def test_a_source_that_fails_ends_the_requests_that_hold_it() -> None:
     rig.expected = TroubleError
     requests, expected = add_all(rig), usual()
     rig.finish()
-    reasons = {name: request.finish_reason for name, request in requests.items()}
+    reasons = {name: request.ending.reason for name, request in requests.items()}
     assert reasons == {"first": "length", "victim": "error", "twin": "error", "last": "length"}
     assert all(requests[name].output == expected[name] for name in ("first", "last"))
-    assert requests["victim"].error is requests["twin"].error
+    assert requests["victim"].ending.error is requests["twin"].ending.error
     assert (rig.engine.metrics.failed, rig.engine.metrics.repeated_steps) == (2, 1)
 
 
@@ -92,7 +92,7 @@ def test_a_request_alone_ends_with_the_error_of_its_source() -> None:
     (request,) = rig.add((0,), GREEDY, source=(0, 1))
     outputs = rig.finish()
     assert [output.finish_reason for output in outputs] == ["error"]
-    assert isinstance(request.error, TroubleError)
+    assert isinstance(request.ending.error, TroubleError)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_full_cache_does_not_fail_the_check_of_the_target() -> None:
         rig.engine.check_target()
         assert rig.engine.free_kv_tokens() == held
         rig.engine.check()
-        assert request.error is None
+        assert request.ending.error is None
 
 
 # --- times and totals
@@ -257,7 +257,7 @@ def test_the_longest_source_is_served() -> None:
     (request,) = engine.add_request([4, 1], GREEDY, "a", source=[1] * 21)
     while engine.has_unfinished():
         engine.step()
-    assert request.finish_reason in ("stop", "length")
+    assert request.ending.reason in ("stop", "length")
 
 
 # --- forced and banned tokens
@@ -281,7 +281,7 @@ def test_a_checkpoint_s_tokens_are_forced_and_banned(values: dict[str, Any]) -> 
             assert text[0] == first, "a forced token may be a banned one"
             assert 1 not in text[1:]
             assert (2, 3) not in itertools.pairwise(text)
-            assert request.finish_reason == "stop"
+            assert request.ending.reason == "stop"
             assert text[-1] == 0
 
 
@@ -291,11 +291,11 @@ def test_tokens_are_forced_where_transformers_forces_them() -> None:
     free = outputs(OutputRules(last=(2,)), (4, 1))[0].output
     assert longer == free, "only a prompt of one token is followed by the forced one"
     (ignoring,) = outputs(rules, ignore_eos=True)
-    assert (ignoring.output[0], ignoring.finish_reason, ignoring.num_output) == (3, "length", 6)
+    assert (ignoring.output[0], ignoring.ending.reason, ignoring.num_output) == (3, "length", 6)
     plain = outputs(OutputRules(first=3), ignore_eos=True)[0].output
     assert ignoring.output == plain, "no end is forced where ends are ignored"
     (longest,) = outputs(rules, max_tokens=6, min_tokens=6)
-    assert (longest.num_output, longest.finish_reason) == (6, "length")
+    assert (longest.num_output, longest.ending.reason) == (6, "length")
 
 
 def test_a_request_s_words_hold_after_a_forced_token() -> None:
@@ -303,7 +303,7 @@ def test_a_request_s_words_hold_after_a_forced_token() -> None:
     for request in outputs(rules, allowed_token_ids=[1, 2], n=2, temperature=1, seed=1):
         assert request.output[0] == 3
         assert {*request.output[1:]} <= {1, 2}
-        assert (request.finish_reason, request.num_output) == ("length", 6), "no end is forced that is not allowed"
+        assert (request.ending.reason, request.num_output) == ("length", 6), "no end is forced that is not allowed"
 
 
 class Counting(Constraint):
@@ -342,7 +342,7 @@ def test_a_form_begins_after_a_forced_token() -> None:
     (request,) = engine.add_request([4], GREEDY, "a", source=[1], constraint=Counting)
     while engine.has_unfinished():
         engine.step()
-    assert (request.output, request.finish_reason) == ([3, 1, 2, 4], "stop")
+    assert (request.output, request.ending.reason) == ([3, 1, 2, 4], "stop")
     assert request.constraint is not None
     assert request.constraint.is_done
     request.constraint.rollback(3)
@@ -355,7 +355,7 @@ def test_a_form_begins_after_a_forced_token() -> None:
     (cut,) = engine.add_request([4], replace(GREEDY, max_tokens=3), "b", source=[1], constraint=Counting)
     while engine.has_unfinished():
         engine.step()
-    assert (cut.output, cut.finish_reason) == ([3, 1, 2], "length"), "a form is not ended before its end"
+    assert (cut.output, cut.ending.reason) == ([3, 1, 2], "length"), "a form is not ended before its end"
 
 
 def test_without_rules_a_request_has_no_constraint() -> None:
@@ -369,7 +369,7 @@ class Reader(ScriptedDrafter):
     """Drafts a source's first tokens from the encoder's result, which is one-hot; `fails` counts its failing calls."""
 
     def __init__(self, fails: int = 0) -> None:
-        super().__init__(lambda request: self.read[request.seq_id], DrafterNeeds(reads_encoder=True))
+        super().__init__(lambda request: self.read[request.seq_id], DrafterNeeds(target=TargetNeeds(encoder=True)))
         self.read: dict[int, list[int]] = {}
         self.fails = fails
 

@@ -127,7 +127,7 @@ def test_the_longest_prompt_that_fits_gets_one_token(target: CausalLM) -> None:
     engine = engine_of(target)
     (request,) = engine.add_request([1] * 63, SamplingParams(temperature=0, max_tokens=None), "a")
     run(engine)
-    assert (request.num_output, request.finish_reason) == (1, "length")
+    assert (request.num_output, request.ending.reason) == (1, "length")
 
 
 def test_an_unknown_verifier_is_refused_at_once(target: CausalLM) -> None:
@@ -163,14 +163,14 @@ def test_a_request_gets_the_rule_that_fits_it(
     engine = engine_of(target, model_drafter(draft), configured)
     (request,) = engine.add_request(PROMPT, SamplingParams(**values), "a")
     assert request.metrics.verification == verifier
-    assert request.verifier == (verifier or "match")
-    assert request.shared_noise == (request.verifier == "match")
+    assert request.drafts.verifier == (verifier or "match")
+    assert request.drafts.shared_noise == (request.drafts.verifier == "match")
 
 
 def test_deterministic_drafts_are_matched(target: CausalLM) -> None:
     engine = engine_of(target, NgramDrafter(NgramOptions()))
     (request,) = engine.add_request(PROMPT, SamplingParams(), "a")
-    assert (request.verifier, request.metrics.verification) == ("match", "match")
+    assert (request.drafts.verifier, request.metrics.verification) == ("match", "match")
 
 
 def test_without_a_drafter_no_rule_is_reported(target: CausalLM) -> None:
@@ -187,7 +187,7 @@ def test_end_tokens_are_the_request_s_and_the_model_s(target: CausalLM) -> None:
         (SamplingParams(ignore_eos=True), set()),
     ):
         (request,) = engine_of(target).add_request(PROMPT, params, "a")
-        assert request.end_token_ids == expected
+        assert request.stops.end_token_ids == expected
 
 
 def test_samples_differ_in_seeds_and_a_given_seed_fixes_them(target: CausalLM) -> None:
@@ -225,7 +225,7 @@ def test_an_aborted_request_frees_everything_at_once(target: CausalLM, draft: Ca
         engine.step()
     engine.abort("a")
     engine.check()
-    assert all(request.finish_reason == "abort" for request in aborted)
+    assert all(request.ending.reason == "abort" for request in aborted)
     for cache in (engine._context.cache, drafter.caches[0]):
         assert all(cache.length(request.seq_id) == 0 for request in aborted)
     said = run(engine)

@@ -128,8 +128,8 @@ def test_an_output_fails_in_the_same_place_with_a_draft(row: str, settings: dict
         rig = rig_of(table, length)
         (request,) = rig.add((0, 1), params)
         rig.finish()
-        assert (request.finish_reason, request.num_output) == ("error", 7)
-        assert isinstance(request.error, RequestError) == (row == "empty")
+        assert (request.ending.reason, request.num_output) == ("error", 7)
+        assert isinstance(request.ending.error, RequestError) == (row == "empty")
         texts.append(request.output)
     assert texts[1] == texts[2] == texts[0]
 
@@ -153,7 +153,7 @@ def test_a_failed_row_below_a_draft_costs_that_draft(row: str, verifier: str, se
     rig = build_rig(TableModel(table, 4), ScriptedDrafter(guess, needs), length=4, verification=verifier)
     (request,) = rig.add((0, 1), params)
     rig.finish()
-    assert (request.finish_reason, request.num_output, request.error) == ("length", 12, None)
+    assert (request.ending.reason, request.num_output, request.ending.error) == ("length", 12, None)
     assert never not in request.output
     assert request.metrics.speculative_decoding.num_accepted_draft_tokens > 0
     if settings:
@@ -181,8 +181,8 @@ def test_failed_prompt_logprobs_are_the_requests_error() -> None:
     params = SamplingParams(max_tokens=4, prompt_logprobs=0)
     victim, other = (rig.add(prompt, params, str(prompt))[0] for prompt in ((3, 3, 1), (0, 3, 1)))
     rig.finish()
-    assert (victim.finish_reason, other.finish_reason) == ("error", "length")
-    assert "NaN" in str(victim.error)
+    assert (victim.ending.reason, other.ending.reason) == ("error", "length")
+    assert "NaN" in str(victim.ending.error)
 
 
 def test_a_failed_row_of_a_beam_is_an_error_of_live_ones() -> None:

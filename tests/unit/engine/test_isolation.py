@@ -181,13 +181,13 @@ def test_an_error_ends_its_own_request_alone(trouble: str, distribution: dict[st
     told = {name: [output for output in outputs if output.request_id == name] for name in requests}
     victim = requests["victim"]
     assert (told["victim"][-1].token, told["victim"][-1].finish_reason) == (None, "error")
-    assert isinstance(victim.error, rig.expected)
+    assert isinstance(victim.ending.error, rig.expected)
     assert [output.token for output in told["victim"][:-1]] == victim.output, "what was told is what it has"
     assert victim.output == expected["victim"][: victim.num_output]
     assert len(victim.logprobs) == victim.num_output < 12
     for name in ("first", "last"):
         assert [output.token for output in told[name]] == requests[name].output == expected[name]
-        assert requests[name].finish_reason == "length"
+        assert requests[name].ending.reason == "length"
         assert len(requests[name].prompt_logprobs) == len(requests[name].prompt) - 1, "noted once"
     assert (rig.engine.metrics.failed, rig.engine.metrics.finished) == (1, 2)
     assert rig.engine.metrics.repeated_steps <= 1
@@ -203,7 +203,7 @@ def test_a_drafters_error_fails_no_request(trouble: str, distribution: dict[str,
     requests = add_all(rig, **distribution)
     rig.finish()
     assert {name: request.output for name, request in requests.items()} == expected
-    assert {request.finish_reason for request in requests.values()} == {"length"}
+    assert {request.ending.reason for request in requests.values()} == {"length"}
     assert rig.engine.metrics.drafter_errors > 0
     assert rig.engine.metrics.repeated_steps == 0
     assert requests["first"].metrics.speculative_decoding.num_draft_tokens > 0, "the others keep their drafts"
@@ -216,7 +216,7 @@ def test_the_engine_continues_after_an_error(trouble: str) -> None:
     rig.finish()
     (later,) = rig.add(PROMPTS["first"], SamplingParams(temperature=0, max_tokens=5), "later")
     rig.finish()
-    assert (later.num_output, later.finish_reason) == (5, "length")
+    assert (later.num_output, later.ending.reason) == (5, "length")
 
 
 def broken_always(history: History) -> Sequence[float]:
@@ -233,7 +233,7 @@ def test_all_sequences_can_fail_at_once(steps: int) -> None:
         rig.step()
     target._table, target._known = broken_always, {}
     assert [(output.token, output.finish_reason) for output in rig.step()] == [(None, "error")] * 3
-    assert all(request.finish_reason == "error" for request in requests.values())
+    assert all(request.ending.reason == "error" for request in requests.values())
     assert rig.finish() == []
     assert rig.engine.doubtful
     with pytest.raises(TroubleError):

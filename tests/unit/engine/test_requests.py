@@ -15,6 +15,7 @@ from speculant.errors import CapacityError, RequestError, SpeculantError
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
 from speculant.lengths import Fixed
 from speculant.sampling import KeyedChances
+from speculant.types import Sender
 from tests.fakes import ScriptedDrafter, known_verifiers, paged
 from tests.models import Checkpoints
 
@@ -71,13 +72,14 @@ def error_of(call: Any) -> SpeculantError:
 def test_check_raises_the_errors_of_adding(name: str) -> None:
     drafter, prompt, values, named = BAD[name]
     engine, params = engine_of(drafter), SamplingParams(**values)
-    found = error_of(lambda: engine.check_request(prompt, params, **named))
+    constraint, sender = named.get("constraint"), Sender(**{key: named[key] for key in named if key != "constraint"})
+    found = error_of(lambda: engine.check_request(prompt, params, sender, constraint))
     expected = error_of(lambda: engine.add_request(prompt, params, "a", **named))
     assert (type(found), str(found)) == (type(expected), str(expected))
     assert not engine.has_unfinished()
 
 
-READER = ScriptedDrafter(lambda request: request.prediction, DrafterNeeds(reads_prediction=True))
+READER = ScriptedDrafter(lambda request: request.drafts.prediction, DrafterNeeds(reads_prediction=True))
 
 
 @pytest.mark.parametrize("prediction", ["text", [V], ["x"], [True], [1.0]])
@@ -101,7 +103,7 @@ def test_only_the_rule_that_is_used_has_to_fit(rule: str, drafter: ScriptedDraft
         (request,) = engine.add_request([1], params, "a")
         while engine.has_unfinished():
             engine.step()
-        assert request.finish_reason in ("length", "stop"), request.error
+        assert request.ending.reason in ("length", "stop"), request.ending.error
     else:
         assert "understands chains" in str(error_of(lambda: engine.check_request([1], params)))
 

@@ -74,7 +74,7 @@ def test_an_error_in_a_pass_ends_every_sample() -> None:
     samples = rig.add((4, 1), SEARCH, "search")
     (other,) = rig.add((1, 2), SamplingParams(temperature=0, max_tokens=8), "other")
     assert_failed(rig, rig.finish())
-    assert all(isinstance(sample.error, TroubleError) and sample.output == [] for sample in samples)
+    assert all(isinstance(sample.ending.error, TroubleError) and sample.output == [] for sample in samples)
     assert len(other.output) == 8
 
 
@@ -88,7 +88,7 @@ def test_a_text_error_of_one_sample_ends_all_samples(index: int) -> None:
     rig.add((1, 2), SamplingParams(temperature=0, max_tokens=8), "other")
     assert_failed(rig, rig.finish())
     assert [(sample.output, found_by(sample)) for sample in samples] == [([], (None, None))] * 3
-    assert [sample.stop_checker.seen for sample in samples] == [[], [], []], "text of tokens that nobody has"
+    assert [sample.stops.checker.seen for sample in samples] == [[], [], []], "text of tokens that nobody has"
 
 
 def test_every_sample_s_stop_checker_gets_its_own_tokens() -> None:
@@ -96,8 +96,8 @@ def test_every_sample_s_stop_checker_gets_its_own_tokens() -> None:
     samples = rig.add((4, 1), SEARCH, stop_checker=Watch)
     rig.finish()
     for sample in samples:
-        assert isinstance(sample.stop_checker, Watch)
-        assert sample.stop_checker.seen == sample.output
+        assert isinstance(sample.stops.checker, Watch)
+        assert sample.stops.checker.seen == sample.output
 
 
 def test_a_sample_without_a_hypothesis_ends_with_an_error() -> None:
@@ -107,7 +107,7 @@ def test_a_sample_without_a_hypothesis_ends_with_an_error() -> None:
     samples = rig.add((1,), SEARCH, "search")
     outputs = rig.finish()
     assert [sample.output for sample in samples] == [[0] + [0] * 7, [1] + [0] * 7, []]
-    assert "n=3 hypotheses were requested and there are 2" in str(samples[2].error)
+    assert "n=3 hypotheses were requested and there are 2" in str(samples[2].ending.error)
     assert ends_of(outputs, "search")[-1] == (2, None, "error")
     assert rig.engine.metrics.finished == 2
 
@@ -117,7 +117,7 @@ def test_a_distribution_without_tokens_ends_every_sample() -> None:
     rig.expected = RequestError
     samples = rig.add((1,), SEARCH, "search")
     assert ends_of(rig.finish(), "search") == [(index, None, "error") for index in range(3)]
-    assert all("there are" in str(sample.error) for sample in samples)
+    assert all("there are" in str(sample.ending.error) for sample in samples)
 
 
 def test_a_search_takes_one_place_in_the_queue() -> None:
@@ -135,7 +135,7 @@ def test_a_search_ends_at_the_end_of_the_context(max_tokens: int | None) -> None
     rig = build_rig(TableModel(PAIR.target, 5), limits=Limits(12, 1, 48))
     samples = rig.add((1,) * 7, SamplingParams(beam_width=3, n=3, max_tokens=max_tokens))
     rig.finish()
-    assert [(len(sample.tokens), sample.finish_reason) for sample in samples] == [(12, "length")] * 3
+    assert [(len(sample.tokens), sample.ending.reason) for sample in samples] == [(12, "length")] * 3
 
 
 def test_a_search_returns_the_prompt_s_log_probabilities() -> None:

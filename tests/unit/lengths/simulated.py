@@ -128,7 +128,7 @@ class SimulatedEngine:
         for place, begins in enumerate(self._each("begins")):
             if begins:
                 self._started += 1
-                made = make_request([0] * self._machine.prompt, [], params, self._started, drafter=self._machine.method)
+                made = make_request([0] * self._machine.prompt, [], params, self._started, method=self._machine.method)
                 self._requests[place] = made
                 admitted.append(made)
             request = self._requests[place]

@@ -217,7 +217,7 @@ def test_adaptive_calls_it_again_when_there_are_drafts() -> None:
 @pytest.mark.parametrize("wished", [0, 7, 40])
 def test_adaptive_drafts_a_request_s_own_length(wished: int) -> None:
     params = SamplingParams(temperature=0, speculation={"num_speculative_tokens": wished})
-    request = make_request([1], [], params, drafter="some")
+    request = make_request([1], [], params, method="some")
     schedule = Schedule([Scheduled(request, 0, 1)], None, 10**6, [], [])  # type: ignore[arg-type]
     assert USELESS["random"].adaptive().choose(schedule) == [wished]
     assert USELESS["random"].adaptive().trim([ScoredDraft(request, [0.0] * 5, range(-1, 4))]) == [5]
@@ -225,7 +225,7 @@ def test_adaptive_drafts_a_request_s_own_length(wished: int) -> None:
 
 def selector_of(alpha: float) -> tuple[Adaptive, Request]:
     """Return a policy that has seen a model's drafts of this acceptance rate and looked-up drafts."""
-    setting, request = Setting(lambda place: alpha, 0.1), make_request([1], [], LONG, seq_id=1, drafter="some")
+    setting, request = Setting(lambda place: alpha, 0.1), make_request([1], [], LONG, seq_id=1, method="some")
     policy = setting.adaptive(selects=True)
     for step in range(80):
         (wished,) = policy.choose(Schedule([Scheduled(request, 0, 1)], None, 10**6, [], []))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from speculant import LLM, SamplingParams, lengths, plugins
 from speculant.errors import ConfigError
 from speculant.lengths import DraftLength, DraftLengthContext, DraftOutcome
 from speculant.metrics import StepTiming
-from speculant.types import Request
+from speculant.types import DraftRules, Request
 from tests.models import Checkpoints
 from tests.unit.scheduling.driver import Driver, slots
 
@@ -60,7 +60,7 @@ def test_length_page_policy_respects_a_request_s_own_length(policy_name: str) ->
     request = driver.add(3)
     schedule, policy = driver.step(), build(policy_name, shortest=2)
     for asked in (7, 1, 0):
-        request.num_speculative_tokens = asked
+        request.drafts = DraftRules(num_tokens=asked)
         assert policy.choose(schedule) == [asked]
 
 

@@ -8,7 +8,7 @@ from speculant.lengths import Adaptive, Backlogs, CostCurve, DraftOutcome, Readi
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
 from speculant.scheduling import Schedule, Scheduled
-from speculant.types import Request
+from speculant.types import DraftRules, Request
 from tests.models import make_request
 
 TIMING = StepTiming(0.0, 0.1, 1.1, 1.2)
@@ -23,7 +23,7 @@ def costs() -> StepCosts:
 
 def request_of(prompt: int, max_tokens: int | None) -> Request:
     request = make_request([1] * prompt, params=SamplingParams(max_tokens=max_tokens))
-    request.drafter = "some"
+    request.drafts = DraftRules("some")
     return request
 
 

@@ -112,7 +112,7 @@ def test_calibration_measures_the_time_of_attention(
         return (yield from timing(run, sizes, *rest, **options))
 
     monkeypatch.setattr(measuring, "timing", rounds)
-    costs = engine(checkpoints).engine._context.draft_length._policy._costs  # type: ignore[attr-defined]
+    costs = engine(checkpoints).engine._context.draft_length.policy._costs  # type: ignore[attr-defined]
     assert {keys for keys, _ in seen} == {1, 256 - measuring.MANY_ROWS + 1}
     assert [each * (1e-3 + 1e-6) for each in costs.keys] == pytest.approx([1e-6, 1e-6], rel=0.01)
     before = {*kept.glob("*.json")}
@@ -134,7 +134,7 @@ def test_calibration_measures_the_time_of_reading(
     monkeypatch.setattr(ModelDrafter, "propose", propose)
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(measuring, "TEXTS", (50, 1024))
-    costs = engine(checkpoints).engine._context.draft_length._policy._costs  # type: ignore[attr-defined]
+    costs = engine(checkpoints).engine._context.draft_length.policy._costs  # type: ignore[attr-defined]
     (reading,) = costs.readings.values()
     assert tuple(reading) == pytest.approx((1e-5, 1e-6))
     assert reading.seconds(100, 200) == pytest.approx(100 * (1e-5 + 150e-6))
@@ -257,7 +257,7 @@ def test_calibration_that_steps_disagree_with_is_dropped(
     """The figures have a spread of 1.2, which a ratio may exceed by half."""
     with monkeypatch.context() as patch:
         on_clock(patch, [0.0], 1.2)
-        policy = engine(checkpoints).engine._context.draft_length._policy  # type: ignore[attr-defined]
+        policy = engine(checkpoints).engine._context.draft_length.policy  # type: ignore[attr-defined]
     (file,) = kept.glob("*.json")
     plain_s = ratio * policy._costs.passes.at(1)
     for step in range(LEARNT):

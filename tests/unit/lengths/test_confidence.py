@@ -8,6 +8,7 @@ import pytest
 
 from speculant.errors import ConfigError
 from speculant.lengths import LONGEST, Confidence, DraftLengthContext, ScoredDraft, build, stop_below
+from speculant.types import DraftRules
 from tests.models import make_request
 from tests.unit.scheduling.driver import Driver, slots
 
@@ -44,5 +45,5 @@ def test_a_threshold_outside_of_0_to_1_is_refused(threshold: Any) -> None:
 @pytest.mark.parametrize(("configured", "wanted", "expected"), [(None, None, LONGEST), (7, None, 7), (7, 3, 3)])
 def test_length_is_long_unless_a_number_is_set(configured: int | None, wanted: int | None, expected: int) -> None:
     driver = Driver(slots(4))
-    driver.add(3).num_speculative_tokens = wanted
+    driver.add(3).drafts = DraftRules(num_tokens=wanted)
     assert build(DraftLengthContext(5, {}, configured)).choose(driver.step()) == [expected]

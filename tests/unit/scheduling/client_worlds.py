@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from speculant.config import POLICIES
 from speculant.scheduling import scheduler as scheduler_module
-from speculant.types import Client, Request
+from speculant.types import Client, Ending, Request
 from tests.unit.scheduling.driver import BLOCK, Driver, blocks, slots
 
 LONGEST = 100  # tokens of a text: the driver's context
@@ -119,7 +119,7 @@ class World:
 
     def _abort(self, sender: Sender, request_id: str) -> None:
         for request in [each for each in sender.requests if each.request_id == request_id]:
-            request.finish_reason = "abort"
+            request.ending = Ending("abort")
             self.driver.scheduler.remove(request)
             sender.requests.remove(request)
         if not sender.requests:
@@ -151,7 +151,9 @@ class World:
         running = Counter(request.call for request in self.driver.scheduler.running)
         for wide in (request for request in self.driver.scheduler.running if running[request.call] > 1):
             for other in firsts:
-                urgent = wide.client.name != other.client.name or wide.priority < other.priority
+                urgent = (
+                    wide.sender.client.name != other.sender.client.name or wide.sender.priority < other.sender.priority
+                )
                 assert urgent, f"{other.call} waits and {wide.call} has {running[wide.call]} sequences"
 
     def _earn(self, present: list[Sender], total: float) -> None:

@@ -10,7 +10,7 @@ from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.config import Limits
 from speculant.params import SamplingParams
 from speculant.scheduling import Schedule, Scheduler
-from speculant.types import ANYONE, NO_WORK, Client, Request, StepWork
+from speculant.types import ANYONE, NO_WORK, Client, Ending, Request, StepWork
 from tests.models import make_request
 
 SHAPE = CacheShape(1, 1, 1, torch.float32, torch.device("cpu"))
@@ -96,7 +96,7 @@ class Driver:
                 item.request.tokens.append(7)
             self.cache.insert_prefix(item.request.seq_id, item.request.tokens)
             if item.request.num_output == item.request.params.max_tokens:
-                item.request.finish_reason = "length"
+                item.request.ending = Ending("length")
                 self.scheduler.remove(item.request)
         self.check()
         return schedule

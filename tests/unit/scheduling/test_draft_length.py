@@ -21,7 +21,7 @@ from tests.models import make_request
 def decoding(num_output: int = 1, max_tokens: int | None = 100, wanted: int | None = None) -> Scheduled:
     """Schedule the newest token of a request with a prompt of five; wanted: its own draft length."""
     params = SamplingParams(max_tokens=max_tokens)
-    request = make_request([1] * 5, [2] * num_output, params, num_speculative_tokens=wanted)
+    request = make_request([1] * 5, [2] * num_output, params, num_tokens=wanted)
     return Scheduled(request, len(request.tokens) - 1, 1)
 
 

@@ -34,7 +34,7 @@ def flood(
 
 def running(driver: Driver) -> Counter[str]:
     """Return how many sequences of each client run."""
-    return Counter(request.client.name for request in driver.scheduler.running)
+    return Counter(request.sender.client.name for request in driver.scheduler.running)
 
 
 # --- places
@@ -122,7 +122,7 @@ def test_tokens_are_shared_by_weight(weight: float, share: float) -> None:
         driver.step()
     tokens = Counter[str]()
     for request in driver.requests:
-        tokens[request.client.name] += request.num_output
+        tokens[request.sender.client.name] += request.num_output
     assert tokens["heavy"] / tokens.total() == pytest.approx(share, abs=0.03)
 
 
@@ -135,7 +135,7 @@ def test_one_place_is_shared_by_the_tokens_used() -> None:
         driver.add(5, max_tokens=5, client=OTHER)
     for _ in range(400):
         driver.step()
-    ended = Counter(request.client.name for request in driver.requests if request.finished)
+    ended = Counter(request.sender.client.name for request in driver.requests if request.finished)
     assert ended["other"] == pytest.approx(39 / 9 * ended["greedy"], abs=4)
 
 
@@ -237,7 +237,11 @@ def test_a_light_client_keeps_the_memory_that_it_took() -> None:
     driver.step()
     newcomer = driver.add(85, max_tokens=9, client=light)
     while not newcomer.finished:
-        flood(driver, 12 - sum(not each.finished for each in driver.requests if each.client is GREEDY), max_tokens=30)
+        flood(
+            driver,
+            12 - sum(not each.finished for each in driver.requests if each.sender.client is GREEDY),
+            max_tokens=30,
+        )
         driver.step()
     assert newcomer.metrics.num_preemptions == 0
 

@@ -280,10 +280,10 @@ def test_an_exchange_needs_no_place_of_another_client() -> None:
     samples(driver, 20, max_tokens=90)
     for _ in range(80):
         driver.step()
-    by_client = Counter(request.client.name for request in driver.scheduler.running)
+    by_client = Counter(request.sender.client.name for request in driver.scheduler.running)
     small = driver.add(5, max_tokens=2)
     assert steps_to_first_token(driver, small) == 1
-    assert Counter(request.client.name for request in driver.scheduler.running) == by_client
+    assert Counter(request.sender.client.name for request in driver.scheduler.running) == by_client
 
 
 def test_a_surplus_sample_gives_way_first() -> None:

@@ -7,7 +7,7 @@ import pytest
 from speculant.config import POLICIES, Limits
 from speculant.params import SamplingParams
 from speculant.scheduling import Schedule
-from speculant.types import Client
+from speculant.types import Client, Ending
 from tests.unit.scheduling.driver import BLOCK, Driver, blocks, counts, slots
 
 
@@ -199,5 +199,5 @@ def test_one_by_one_a_source_comes_before_its_texts() -> None:
         ([5], []), ([6], []), ([], [first.seq_id]), ([], [second.seq_id]), ([], [other.seq_id]),
     ]  # fmt: skip
     assert [[request.seq_id for request in each.culprits()] for each in alone] == [[0, 1], [2], [0], [1], [2]]
-    first.finish_reason = second.finish_reason = "error"
+    first.ending = second.ending = Ending("error")
     assert len(list(schedule.one_by_one(driver.cache))) == 3, "texts without their source are left out"

@@ -66,7 +66,7 @@ class Model:
             if waiting and waiting[0].request_id in self.begun:
                 found += [each for each in waiting if each.seq_id not in self.unready][:1]
             elif waiting:
-                name = waiting[0].client.name
+                name = waiting[0].sender.client.name
                 firsts[name] = min(firsts.get(name, waiting[0]), waiting[0], key=self.key)
         return [*found, *firsts.values()]
 

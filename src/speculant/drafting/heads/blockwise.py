@@ -41,12 +41,12 @@ def build(context: DrafterContext) -> FutureDrafter:
     """Load the head; raises SpeculantError for one that does not fit the target."""
     options = read_options(context, BlockwiseOptions)
     require_no_stop(context)
-    target = require_target(context.target)
+    target = require_target(context.target.model)
     folder = HeadFolder.open(str(context.model), KIND)
     heads, tokens = load(folder, target), short_tokens(options.head_tokens, folder, target)
     chain = StaticTree.of_widths([1] * heads.shape.num_heads)
     own_heads = short_heads(target, tokens) if tokens else None
-    return FutureDrafter(heads, target, context.chances, chain, context.sampler, own_heads)
+    return FutureDrafter(heads, target, context.chances, chain, context.target.sampler, own_heads)
 
 
 def load(folder: HeadFolder, target: CausalLM) -> PlacedHeads:

@@ -152,7 +152,7 @@ class BlockDrafter(OnePass, HiddenDrafter):
         context: DrafterContext,
         shape: StaticTree | None,
     ) -> None:
-        HiddenDrafter.__init__(self, runner, layers, context.vocab_size, context.sampler, shape)
+        HiddenDrafter.__init__(self, runner, layers, context.target.vocab_size, context.target.sampler, shape)
         nodes = self.needs.max_nodes or block.depth
         self.needs = replace(self.needs, max_nodes=nodes, usual_nodes=nodes)
         self.mask, self.shape, self._block = Mask(block.mask), shape, block
@@ -190,7 +190,7 @@ class BlockDrafter(OnePass, HiddenDrafter):
 def build(context: DrafterContext) -> BlockDrafter:
     """Load the head; raises SpeculantError for one that does not fit the target."""
     options = read_options(context, BlockOptions)
-    target, shape = require_target(context.target), tree_option(context, options.tree)
+    target, shape = require_target(context.target.model), tree_option(context, options.tree)
     folder = HeadFolder.open(str(context.model), KIND)
     layers, block = read_layers(folder, target), read_block(folder, target)
     if shape is not None and shape.depth > block.depth:

@@ -53,7 +53,7 @@ class EagleOptions:
 def build(context: DrafterContext) -> HiddenDrafter:
     """Load the head; raises SpeculantError for one that does not fit the target."""
     options = read_options(context, EagleOptions)
-    target = require_target(context.target)
+    target = require_target(context.target.model)
     folder = HeadFolder.open(str(context.model), KIND)
     model = load(folder, target, short_tokens(options.head_tokens, folder, target))
     return make_head_drafter(context, model, last_state(folder, target), newest, options.tree)

@@ -21,6 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from speculant.cache import KVCache
+from speculant.drafting.base import TargetNeeds
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import DynamicTree, TreeTopology
@@ -262,7 +263,9 @@ class HiddenDrafter(ModelDrafter):
         topology: TreeTopology | DynamicTree | None = None,
     ) -> None:
         super().__init__(runner, vocab_size, sampler, topology)
-        self.needs = replace(self.needs, hidden_layers=tuple(layers), nodes_per_beam=None, max_positions=None)
+        self.needs = replace(
+            self.needs, target=TargetNeeds(hidden_layers=tuple(layers)), nodes_per_beam=None, max_positions=None
+        )
 
     @override
     def observe(self, request: Request, rows: CommittedRows) -> None:

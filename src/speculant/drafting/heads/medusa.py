@@ -62,7 +62,7 @@ def build(context: DrafterContext) -> FutureDrafter:
     """Load the head; raises SpeculantError for one that does not fit the target."""
     options = read_options(context, MedusaOptions)
     require_no_stop(context)
-    target = require_target(context.target)
+    target = require_target(context.target.model)
     folder = HeadFolder.open(str(context.model), KIND)
     heads, own_heads = load(folder, target)
     if tokens := short_tokens(options.head_tokens, folder, target):
@@ -70,9 +70,9 @@ def build(context: DrafterContext) -> FutureDrafter:
             raise ConfigError("head_tokens is given, and these heads have output heads of their own", "leave it out.")
         own_heads = short_heads(target, tokens)
     tree = choose_tree(options.tree, folder.config, heads.shape.num_heads)
-    topology = bounded(tree, heads.shape.num_heads, context.vocab_size)
+    topology = bounded(tree, heads.shape.num_heads, context.target.vocab_size)
     nodes = METHOD.default_length
-    return FutureDrafter(heads, target, context.chances, topology, context.sampler, own_heads, nodes)
+    return FutureDrafter(heads, target, context.chances, topology, context.target.sampler, own_heads, nodes)
 
 
 def load(folder: HeadFolder, target: CausalLM) -> tuple[PlacedHeads, OwnHeads | None]:

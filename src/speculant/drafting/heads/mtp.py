@@ -69,7 +69,7 @@ class MtpOptions:
 def build(context: DrafterContext) -> HiddenDrafter:
     """Load the head; raises SpeculantError for one that does not fit the target."""
     options = read_options(context, MtpOptions)
-    target = require_target(context.target)
+    target = require_target(context.target.model)
     folder = HeadFolder.open(str(context.model), KIND, among=True)
     layers, number = last_state(folder, target), count_modules(folder, target.num_layers)
     if number == 1 or options.tree is not None:
@@ -78,7 +78,7 @@ def build(context: DrafterContext) -> HiddenDrafter:
         ModuleRunner.of(context, load(folder, target, module), encode=newest, shift=1 + module)
         for module in range(number)
     ]
-    return ChainedDrafter(modules, layers, context.vocab_size, context.sampler)
+    return ChainedDrafter(modules, layers, context.target.vocab_size, context.target.sampler)
 
 
 def count_modules(folder: HeadFolder, num_layers: int) -> int:

@@ -113,7 +113,7 @@ def load_head(
 
 def build_head(page: HeadPage, context: DrafterContext, tree: Any) -> HiddenDrafter:
     """Load a head and return its drafter; raises SpeculantError for one that does not fit the target."""
-    target = require_target(context.target)
+    target = require_target(context.target.model)
     folder = HeadFolder.open(str(context.model), page.kind)
     layers = page.layers(folder, target)
     model, encode = load_head(page, folder, target)
@@ -125,7 +125,7 @@ def make_head_drafter(
 ) -> HiddenDrafter:
     """Return the drafter of a head, with a cache of its own; see `HiddenDrafter`."""
     runner, topology = HiddenStateRunner.of(context, model, encode=encode), growing_tree_option(context, tree)
-    return HiddenDrafter(runner, layers, context.vocab_size, context.sampler, topology)
+    return HiddenDrafter(runner, layers, context.target.vocab_size, context.target.sampler, topology)
 
 
 def read_sizes(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> DecoderConfig:

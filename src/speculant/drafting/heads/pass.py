@@ -27,7 +27,7 @@ from dataclasses import replace
 from torch import Tensor
 from typing_extensions import override
 
-from speculant.drafting.base import DrafterContext, Method, no_options, require_no_stop
+from speculant.drafting.base import DrafterContext, Method, TargetNeeds, no_options, require_no_stop
 from speculant.drafting.heads.folder import HeadFolder, HeadParts, Part, Role, renamed, require_target
 from speculant.drafting.heads.future import FutureDrafter
 from speculant.drafting.topology import StaticTree
@@ -56,7 +56,7 @@ class LookAheadDrafter(FutureDrafter):
     def __init__(self, inputs: Tensor, target: CausalLM, chances: Chances, sampler: Sampler = REFERENCE) -> None:
         chain = StaticTree.of_widths([1] * len(inputs))
         super().__init__(LookAheadStates(), target, chances, chain, sampler, usual_nodes=METHOD.default_length)
-        self.needs = replace(self.needs, hidden_layers=(), target_inputs=len(inputs))
+        self.needs = replace(self.needs, target=TargetNeeds(inputs=len(inputs)))
         self.inputs = inputs
         self._counts: dict[int, int] = {}  # of known states by sequence; the others are zero
 
@@ -93,9 +93,9 @@ def build(context: DrafterContext) -> LookAheadDrafter:
     """Load the embeddings; raises SpeculantError for those of another target."""
     no_options(context)
     require_no_stop(context)
-    target = require_target(context.target)
+    target = require_target(context.target.model)
     inputs = load(HeadFolder.open(str(context.model), KIND), target)
-    return LookAheadDrafter(inputs, target, context.chances, context.sampler)
+    return LookAheadDrafter(inputs, target, context.chances, context.target.sampler)
 
 
 def load(folder: HeadFolder, target: CausalLM) -> Tensor:

@@ -50,7 +50,7 @@ class ParallelHeadDrafter(OnePass, HiddenDrafter):
         context: DrafterContext,
         shape: StaticTree | None,
     ) -> None:
-        HiddenDrafter.__init__(self, runner, layers, context.vocab_size, context.sampler, shape)
+        HiddenDrafter.__init__(self, runner, layers, context.target.vocab_size, context.target.sampler, shape)
         self.needs = replace(self.needs, usual_nodes=self.needs.usual_nodes or USUAL_LENGTH)
         self.mask, self.shape = mask, shape
 
@@ -58,7 +58,7 @@ class ParallelHeadDrafter(OnePass, HiddenDrafter):
 def build(context: DrafterContext) -> ParallelHeadDrafter:
     """Load the head; raises SpeculantError for one that does not fit the target."""
     options = read_options(context, ParallelHeadOptions)
-    target, shape = require_target(context.target), tree_option(context, options.tree)
+    target, shape = require_target(context.target.model), tree_option(context, options.tree)
     folder = HeadFolder.open(str(context.model), PAGE.kind)
     layers = PAGE.layers(folder, target)
     model, encode = load_head(PAGE, folder, target, {MASK_STATE: (1, 1, NUM_STATES * target.hidden_size)})

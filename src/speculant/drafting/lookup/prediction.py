@@ -90,14 +90,14 @@ class PredictionDrafter(StatelessDrafter):
 
     @override
     def begin(self, request: Request) -> None:
-        self._alignments[request.seq_id] = Alignment(request.prediction, len(request.prompt))
+        self._alignments[request.seq_id] = Alignment(request.drafts.prediction, len(request.prompt))
 
     @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         return [self._propose_one(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
     def _propose_one(self, request: Request, limit: int) -> DraftTree:
-        if limit == 0 or not request.prediction:
+        if limit == 0 or not request.drafts.prediction:
             return DraftTree.empty()
         alignment = self._alignments[request.seq_id]
         alignment.read(request.tokens)

@@ -44,4 +44,4 @@ class RandomDrafter(StatelessDrafter):
 def build(context: DrafterContext) -> RandomDrafter:
     """Make the drafter; it needs no model and has no options."""
     no_options(context)
-    return RandomDrafter(context.chances, context.vocab_size, context.device)
+    return RandomDrafter(context.chances, context.target.vocab_size, context.target.device)

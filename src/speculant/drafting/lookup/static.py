@@ -72,5 +72,5 @@ def build(context: DrafterContext) -> StaticDrafter:
             f"this method drafts from a file of tables, and tables={path!r} names none",
             'make them by `speculant train` and set "tables": "FILE.safetensors" in speculative_config.',
         )
-    tables = BigramTables.load(Path(path).expanduser(), context.vocab_size).to(context.device)
-    return StaticDrafter(tables, context.chances, context.sampler)
+    tables = BigramTables.load(Path(path).expanduser(), context.target.vocab_size).to(context.target.device)
+    return StaticDrafter(tables, context.chances, context.target.sampler)

@@ -192,7 +192,7 @@ class SuffixDrafter(ReadingDrafter):
         known = None if corpus is None else _indexed(corpus, open_index(settings))
         self.store = SuffixStore(most_texts, most_tokens, lambda: open_index(settings), known)
         super().__init__(
-            lambda request: SuffixReader(open_index(settings), self.store, request.cache_salt, most_recent)
+            lambda request: SuffixReader(open_index(settings), self.store, request.sender.cache_salt, most_recent)
         )
 
     @override
@@ -208,7 +208,7 @@ class SuffixDrafter(ReadingDrafter):
     def end(self, request: Request) -> None:
         """Forget the sequence, and learn the rest of a finished output."""
         super().end(request)
-        if request.finish_reason in FINISHED and self._gained(request):
+        if request.ending.reason in FINISHED and self._gained(request):
             self._learn(request)
 
     def _gained(self, request: Request) -> int:
@@ -219,7 +219,7 @@ class SuffixDrafter(ReadingDrafter):
         """Add the output since the last part, with the tokens before it that a match can have."""
         committed = len(request.tokens) - request.num_drafted
         start = max(0, self._learnt.get(request, len(request.prompt)) - self._most_recent)
-        self.store.add(request.cache_salt, request.tokens[start:committed])
+        self.store.add(request.sender.cache_salt, request.tokens[start:committed])
         self._learnt[request] = committed
 
 
@@ -240,12 +240,12 @@ def build(context: DrafterContext) -> SuffixDrafter:
 
 def _corpus(given: object, context: DrafterContext) -> Iterator[list[int]]:
     """Yield the texts of a corpus in the target's tokens."""
-    if not isinstance(given, str | Path) or context.tokenizer is None:
+    if not isinstance(given, str | Path) or context.target.tokenizer is None:
         raise ConfigError(f"suffix_corpus={given!r} names no file", "name a file of UTF-8 text or of token ids.")
-    for tokens in read_sequences([Path(given).expanduser()], context.tokenizer):
-        if tokens and not 0 <= min(tokens) <= max(tokens) < context.vocab_size:
+    for tokens in read_sequences([Path(given).expanduser()], context.target.tokenizer):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < context.target.vocab_size:
             raise ConfigError(
-                f"{given} has the token {max(tokens)}, and the target has {context.vocab_size}",
+                f"{given} has the token {max(tokens)}, and the target has {context.target.vocab_size}",
                 "name a file of this target's tokens.",
             )
         yield tokens

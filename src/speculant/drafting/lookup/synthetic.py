@@ -64,4 +64,4 @@ class SyntheticDrafter(StatelessDrafter):
 
 def build(context: DrafterContext) -> SyntheticDrafter:
     """Make the drafter; it needs no model."""
-    return SyntheticDrafter(read_options(context, SyntheticOptions), context.vocab_size)
+    return SyntheticDrafter(read_options(context, SyntheticOptions), context.target.vocab_size)

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, read_options
+from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, TargetNeeds, read_options
 from speculant.errors import ConfigError
 from speculant.tree import depths_of
 from speculant.types import CommittedRows, DraftTree, Request
@@ -103,7 +103,7 @@ class TokenRecycling(StatelessDrafter):
 
     def __init__(self, options: RecyclingOptions, vocab_size: int) -> None:
         self.needs = DrafterNeeds(
-            max_nodes=len(_paths(options.successors)), emits_tree=True, target_top_k=options.successors
+            max_nodes=len(_paths(options.successors)), emits_tree=True, target=TargetNeeds(top_k=options.successors)
         )
         self._options, self._vocab_size = options, vocab_size
         self._matrices: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
@@ -125,7 +125,7 @@ class TokenRecycling(StatelessDrafter):
         sequence.draft = DraftTree.empty()
         if rows.successors:
             tokens, best = zip(*rows.successors, strict=True)
-            self._matrix(request.cache_salt)[list(tokens), : len(best[0])] = best
+            self._matrix(request.sender.cache_salt)[list(tokens), : len(best[0])] = best
 
     @override
     def end(self, request: Request) -> None:
@@ -143,7 +143,7 @@ class TokenRecycling(StatelessDrafter):
     def _propose_one(self, request: Request, limit: int) -> DraftTree:
         if limit == 0:
             return DraftTree.empty()
-        sequence, matrix = self._sequences[request.seq_id], self._matrix(request.cache_salt)
+        sequence, matrix = self._sequences[request.seq_id], self._matrix(request.sender.cache_salt)
         sequence.read(request.tokens, request.source)
 
         def successors(token: int) -> list[int]:
@@ -222,4 +222,4 @@ def _cost(path: Sequence[int]) -> int:
 
 def build(context: DrafterContext) -> TokenRecycling:
     """Make the drafter; it needs no model."""
-    return TokenRecycling(read_options(context, RecyclingOptions), context.vocab_size)
+    return TokenRecycling(read_options(context, RecyclingOptions), context.target.vocab_size)

@@ -28,7 +28,7 @@ from speculant.drafting.methods import WITH_MODEL
 from speculant.drafting.model.drafter import ModelDrafter
 from speculant.drafting.model.runner import DraftModelRunner
 from speculant.models import Chain
-from speculant.types import CommittedRows, DraftTree, Request
+from speculant.types import CommittedRows, DraftRules, DraftTree, Request
 
 METHOD = Method(default_length=5, uses_model=True)
 
@@ -63,11 +63,11 @@ def copy_of(request: Request) -> DraftedRequest:
         prompt=request.prompt,
         params=request.params,
         seed=request.seed,
-        end_token_ids=request.end_token_ids,
         metrics=request.metrics,
-        cache_salt=request.cache_salt,
+        sender=request.sender,
+        drafts=DraftRules(prediction=request.drafts.prediction),
+        stops=request.stops,
         source=request.source,
-        prediction=request.prediction,
         tokens=list(request.tokens),
         num_drafted=request.num_drafted,
         agreed=len(request.tokens) - request.num_drafted,
@@ -144,7 +144,7 @@ class InnerDrafter(CompositeDrafter):
         copy.extend(request.tokens[keep:])
         copy.agreed, copy.num_drafted = len(request.tokens) - request.num_drafted, request.num_drafted
         copy.rounds = request.rounds
-        copy.finish_reason = request.finish_reason
+        copy.ending = request.ending
         return copy
 
 
@@ -156,18 +156,13 @@ class CascadeDrafter(CompositeDrafter):
 
     def __init__(self, runner: DraftModelRunner, inner: SubDrafter, context: DrafterContext) -> None:
         model, guessing = (
-            ModelDrafter(runner, context.vocab_size, context.sampler),
-            InnerDrafter(inner, context.vocab_size),
+            ModelDrafter(runner, context.target.vocab_size, context.target.sampler),
+            InnerDrafter(inner, context.target.vocab_size),
         )
         model.guess, own = guessing.guess, inner.drafter.needs
         members = [SubDrafter(WITH_MODEL, model, METHOD.default_length), SubDrafter(inner.method, guessing, 1)]
-        super().__init__(members, context.vocab_size)
-        self.needs = replace(
-            model.needs,
-            hidden_layers=own.hidden_layers,
-            target_cache=own.target_cache,
-            reads_encoder=own.reads_encoder,
-        )
+        super().__init__(members, context.target.vocab_size)
+        self.needs = replace(model.needs, target=replace(own.target, top_k=0))
         self._guessing, self.sub_drafters = guessing, guessing.sub_drafters
 
     @override
@@ -182,5 +177,5 @@ def build(context: DrafterContext) -> CascadeDrafter:
     """Load the draft checkpoint, give it a cache of its own, and build the inner drafter."""
     options = read_options(context, CascadeOptions)
     inner = build_sub_drafter(replace(context, model=None), options.inner)
-    model = context.load_draft(str(context.model), read_head_tokens(options.head_tokens))
+    model = context.models.load(str(context.model), read_head_tokens(options.head_tokens))
     return CascadeDrafter(DraftModelRunner.of(context, model), inner, context)

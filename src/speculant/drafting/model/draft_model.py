@@ -44,9 +44,9 @@ def build(context: DrafterContext) -> ModelDrafter:
     """Load the draft checkpoint and give it a cache of its own."""
     options = read_options(context, DraftModelOptions)
     topology = growing_tree_option(context, options.tree)
-    model = context.load_draft(str(context.model), read_head_tokens(options.head_tokens))
+    model = context.models.load(str(context.model), read_head_tokens(options.head_tokens))
     make = make_one_pass if options.parallel else make_drafter
     drafter = make(context, model, topology)
     if options.encoder == TARGET:
-        drafter.read_encoder(context.target)
+        drafter.read_encoder(context.target.model)
     return drafter

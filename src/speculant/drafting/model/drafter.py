@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from speculant.cache import Source
-from speculant.drafting.base import DrafterContext, DrafterNeeds, StatelessDrafter
+from speculant.drafting.base import DrafterContext, DrafterNeeds, StatelessDrafter, TargetNeeds
 from speculant.drafting.composite import Proposals
 from speculant.drafting.growth import (
     DepthProbs,
@@ -64,10 +64,10 @@ class ModelDrafter(StatelessDrafter):
             emits_tree=topology is not None,
             usual_nodes=USUAL_NODES if dynamic else nodes,
             tree_depth=topology.depth if topology and not dynamic else None,
-            own_cache=runner.owns_cache,
-            target_cache=not runner.owns_cache,
             max_positions=runner.model.max_positions,
             nodes_per_beam=NODES_PER_BEAM,
+            target=TargetNeeds(cache=not runner.owns_cache),
+            own_cache=runner.owns_cache,
         )
         self._runner, self.caches = runner, (runner.cache,) if runner.owns_cache else ()
         self._vocab_size, self._sampler, self._topology = vocab_size, sampler, topology
@@ -85,7 +85,8 @@ class ModelDrafter(StatelessDrafter):
                 f"{model.hidden_size} in the draft model",
                 "leave it out, so that the draft model runs its own encoder.",
             )
-        self.needs, self._runner.sources.reads_target = replace(self.needs, reads_encoder=True), True
+        self.needs = replace(self.needs, target=replace(self.needs.target, encoder=True))
+        self._runner.sources.reads_target = True
 
     @override
     def begin(self, request: Request) -> None:
@@ -127,8 +128,10 @@ class ModelDrafter(StatelessDrafter):
 
     def _draft_dynamic(self, drafting: Drafting, topology: DynamicTree) -> Proposals:
         """Draft dynamic trees, and chains as deep for requests with ratio rules, which such a shape would bias."""
-        ranked = [(request, limit) for request, limit in drafting if request.shared_noise]
-        others = [(request, min(limit, topology.depth)) for request, limit in drafting if not request.shared_noise]
+        ranked = [(request, limit) for request, limit in drafting if request.drafts.shared_noise]
+        others = [
+            (request, min(limit, topology.depth)) for request, limit in drafting if not request.drafts.shared_noise
+        ]
         drafts = self._draw(others, None) if others else Proposals()
         return drafts | self._draw(ranked, topology)
 
@@ -165,7 +168,9 @@ class ModelDrafter(StatelessDrafter):
 
 def make_drafter(context: DrafterContext, model: CausalLM, topology: TreeTopology | DynamicTree | None) -> ModelDrafter:
     """Return the drafter of a model, with a cache of its own; topology None = chains."""
-    return ModelDrafter(DraftModelRunner.of(context, model), context.vocab_size, context.sampler, topology)
+    return ModelDrafter(
+        DraftModelRunner.of(context, model), context.target.vocab_size, context.target.sampler, topology
+    )
 
 
 USUAL_LENGTH = 8  # PARD's models are trained for 8 to 16
@@ -285,7 +290,7 @@ def _chain_of(length: int) -> StaticTree:
 def _ranks(chain: Chain) -> bool:
     """Whether a draft consists of the likeliest tokens, as the logits rank them, and none ends it."""
     request = chain.request
-    return request.shared_noise and request.params.greedy and not chain.stop_below and not Node(request).edited
+    return request.drafts.shared_noise and request.params.greedy and not chain.stop_below and not Node(request).edited
 
 
 def make_one_pass(context: DrafterContext, model: CausalLM, topology: StaticTree | DynamicTree | None) -> ModelDrafter:
@@ -296,4 +301,6 @@ def make_one_pass(context: DrafterContext, model: CausalLM, topology: StaticTree
     mask = mask_of(model)
     if mask is None or isinstance(topology, DynamicTree):
         return make_drafter(context, model, topology)
-    return OnePassDrafter(DraftModelRunner.of(context, model), mask, context.vocab_size, context.sampler, topology)
+    return OnePassDrafter(
+        DraftModelRunner.of(context, model), mask, context.target.vocab_size, context.target.sampler, topology
+    )

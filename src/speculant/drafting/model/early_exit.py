@@ -41,7 +41,7 @@ def build(context: DrafterContext) -> TargetCacheDrafter:
     """Take the first layers of the target; raises ConfigError for a number that it does not have."""
     options = read_options(context, EarlyExitOptions)
     topology = growing_tree_option(context, options.tree)
-    target = require_target(context.target)
+    target = require_target(context.target.model)
     return make_target_drafter(context, target, first_layers(target, options.layers), topology)
 
 

@@ -33,7 +33,7 @@ def build(context: DrafterContext) -> ModelDrafter:
     """Load the draft checkpoint and give it a cache of its own. Raises PairError for one without a mask token."""
     options = read_options(context, ParallelOptions)
     topology = tree_option(context, options.tree)
-    model = context.load_draft(str(context.model), read_head_tokens(options.head_tokens))
+    model = context.models.load(str(context.model), read_head_tokens(options.head_tokens))
     if mask_of(model) is None:
         raise PairError(
             f"the draft model {context.model} has no mask token: its config.json has no {MASK!r}",

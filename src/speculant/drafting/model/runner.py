@@ -50,7 +50,7 @@ class DraftSources:
         if not self._model.needs.source:
             return None
         held = self._sources.of(request.seq_id)
-        return held or self._sources.hold(request.seq_id, request.source, request.cache_salt)
+        return held or self._sources.hold(request.seq_id, request.source, request.sender.cache_salt)
 
     def id_of(self, request: Request) -> int | None:
         """Return the sequence id of the source of a request's text; see `SequenceInput.source`."""
@@ -156,7 +156,7 @@ class DraftModelRunner:
         """Return the runner of a model, with a cache of its own; own: further arguments of a subclass."""
         cache = context.make_cache(model.cache_shape)
         made = cls(model, cache, context.chances, context.max_num_batched_tokens, context.stop_below, **own)
-        made.vocabulary = context.vocabulary_of(model)
+        made.vocabulary = context.models.vocabulary_of(model)
         return made
 
     def begin(self, request: Request) -> None:

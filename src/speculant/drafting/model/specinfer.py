@@ -96,10 +96,10 @@ def build(context: DrafterContext) -> SpecInfer:
     further = read_models(options.models)
     draws = read_count("draws", (1 if further else USUAL_DRAWS) if options.draws is None else options.draws)
     depth = read_count("depth", options.depth)
-    models = [context.load_draft(name) for name in [str(context.model), *further]]
+    models = [context.models.load(name) for name in [str(context.model), *further]]
     sources = [DraftModelRunner.of(context, model) for model in models]
     chains = tuple(source for source in range(len(sources)) for _ in range(draws))
-    return SpecInfer(sources, ParallelChains(chains, depth), context.vocab_size, context.sampler)
+    return SpecInfer(sources, ParallelChains(chains, depth), context.target.vocab_size, context.target.sampler)
 
 
 def read_models(given: object) -> list[str]:

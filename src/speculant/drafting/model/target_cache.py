@@ -45,7 +45,7 @@ class TargetCacheRunner(DraftModelRunner):
 
     @cached_property
     def _shared(self) -> KVCache | None:
-        return self._context.target_cache()
+        return self._context.target.cache()
 
     @cached_property
     def cache(self) -> KVCache:
@@ -113,4 +113,4 @@ def make_target_drafter(
 ) -> TargetCacheDrafter:
     """Return the drafter of a target's first layers; topology None = chains."""
     runner = TargetCacheRunner(first, target, context)
-    return TargetCacheDrafter(runner, context.vocab_size, context.sampler, topology)
+    return TargetCacheDrafter(runner, context.target.vocab_size, context.target.sampler, topology)

@@ -147,8 +147,8 @@ def _sample(
         for name in named:
             engine.abort(name)
     for request in requests:
-        if request.error is not None:
-            raise request.error
+        if request.ending.error is not None:
+            raise request.ending.error
     if len(times) < 2:
         raise RequestError(
             f"drafts of {length} tokens after a prompt of {len(prompt)} do not fit into the context, or are not found",

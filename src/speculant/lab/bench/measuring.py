@@ -162,8 +162,8 @@ class _Delivery:
             elif pending:
                 time.sleep(max(0.0, self._started + pending[0][1] - time.perf_counter()))
         for request in self.requests:
-            if request.error is not None:
-                raise request.error
+            if request.ending.error is not None:
+                raise request.ending.error
 
     def stop(self) -> None:
         for request in self.requests:

@@ -214,7 +214,7 @@ def settings(subject: Subject, requests: Mapping[str, Request], cases: int, text
         "dtype": str(runtime.checkpoint.dtype).removeprefix("torch."),
         "kernels": runtime.checkpoint.kernels,
         "speculation": runtime.speculation,
-        "rules": {kind: request.verifier for kind, request in requests.items()},
+        "rules": {kind: request.drafts.verifier for kind, request in requests.items()},
         "sampling": _plain(subject.params),
         "cases": cases,
         "prompts": len(subject.prompts),

@@ -29,7 +29,7 @@ from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
 from speculant.sampling import Chance, Chances, Node
 from speculant.sampling.distribution import distribution
-from speculant.types import NO_WORK, Request, StepOutput
+from speculant.types import NO_WORK, Request, StepOutput, Stops
 
 Outcome = TypeVar("Outcome", bound=Hashable)
 
@@ -187,8 +187,8 @@ class Case:
             prompt=self.prompt,
             params=self.params,
             seed=0,
-            end_token_ids=self.ends,
             metrics=RequestMetrics(TimingMetrics(arrival=0.0)),
+            stops=Stops(self.ends),
             tokens=list(history),
         )
         probs = distribution(torch.tensor([logits], dtype=torch.float64), [Node(request)])[0]
@@ -274,8 +274,8 @@ def _run(case: Case, engine: Stepping, chances: EnumeratingChances, ways: list[B
 
 
 def _is_done(request: Request, case: Case) -> bool:
-    if request.error is not None:
-        raise request.error
+    if request.ending.error is not None:
+        raise request.ending.error
     speculated = request.metrics.speculative_decoding.num_spec_steps
     return request.finished or speculated >= case.steps or request.rounds >= case.rounds
 

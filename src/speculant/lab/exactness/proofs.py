@@ -16,7 +16,16 @@ from typing_extensions import override
 from speculant import plugins
 from speculant.cache import CacheShape, KVCache, slotted_cache
 from speculant.config import Limits, SpeculativeConfig
-from speculant.drafting import Drafter, DrafterContext, DrafterNeeds, Drafters, StatelessDrafter, complete
+from speculant.drafting import (
+    Drafter,
+    DrafterContext,
+    DrafterNeeds,
+    Drafters,
+    DraftModels,
+    StatelessDrafter,
+    Target,
+    complete,
+)
 from speculant.engine import Engine, EngineOptions, build_verifiers, method_name
 from speculant.lab.exactness.enumeration import Case, TooManyWaysError, enumerate_case
 from speculant.lab.exactness.tables import EXACT, FULL_SUPPORT, History, Pair, TableModel
@@ -111,16 +120,17 @@ def of_method(spec: SpeculativeConfig) -> MakeDrafter:
     def make(pair: Pair, chances: Chances, limits: Limits, make_cache: MakeCache) -> Drafter:
         pairs = (replace(pair, seed=pair.seed + APART * number) for number in itertools.count())
         context = DrafterContext(
-            options=options,
-            model=spec.model,
-            vocab_size=pair.vocab_size,
-            device=torch.device("cpu"),
-            chances=chances,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            load_draft=lambda source, head_tokens=(): TableModel(
-                next(pairs).draft, pair.vocab_size, masks=plugin.METHOD.reads_masks
+            options,
+            spec.model,
+            Target(pair.vocab_size, torch.device("cpu")),
+            DraftModels(
+                lambda source, head_tokens=(): TableModel(
+                    next(pairs).draft, pair.vocab_size, masks=plugin.METHOD.reads_masks
+                )
             ),
-            make_cache=make_cache,
+            make_cache,
+            chances,
+            limits.max_num_batched_tokens,
         )
         drafter = complete(plugin.build(context))
         separate = plugin.METHOD.learns and not drafter.caches
@@ -157,8 +167,8 @@ def _try(make: MakeDrafter, verifiers: Mapping[str, Verifier]) -> tuple[DrafterN
     (request,) = engine.add_request((0, 1, 2, 0, 1, 2), SamplingParams(max_tokens=TRIAL), "trial")
     while not request.finished:
         engine.step()
-    if request.error is not None:
-        raise request.error
+    if request.ending.error is not None:
+        raise request.ending.error
     return drafter.needs, request.metrics.speculative_decoding.num_draft_tokens > 0
 
 
@@ -231,7 +241,7 @@ def claims(requests: Mapping[str, Request], cases: int) -> list[Claim]:
     """
     kinds: dict[tuple[str, bool], list[str]] = {}
     for kind, request in requests.items():
-        kinds.setdefault((request.verifier, request.params.greedy), []).append(kind)
+        kinds.setdefault((request.drafts.verifier, request.params.greedy), []).append(kind)
     made: list[Claim] = []
     for (verifier, _), of_rule in kinds.items():
         first, share = requests[of_rule[0]], 4 if made else 1

@@ -24,7 +24,7 @@ from speculant.sampling import KeyedNoise, Node, mix_in
 from speculant.sampling.distribution import distribution
 from speculant.scheduling import Scheduled
 from speculant.text import TextStream, compile_stops
-from speculant.types import CommittedRows, DraftTree, Request
+from speculant.types import NOT_ENDED, CommittedRows, DraftTree, Request
 
 FALSE_ALARM = 1e-3  # probability that a correct sampler fails any of the tests of one check
 POWER = 0.95  # probability that a test finds a shift of the reported size
@@ -154,7 +154,7 @@ def complete(
 
 def _raise_error(request: Request) -> None:
     """Raise the error that ended a request, if any."""
-    error = request.error
+    error = request.ending.error
     if isinstance(error, SpeculantError):
         raise error
     if error is not None:
@@ -248,8 +248,8 @@ class Second:
         drafters, _ = build_drafters(config, config.speculative(), runtime.checkpoint, runtime.tokenizer, make_cache)
         assert drafters.default is not None, "nothing drafts"
         drafter = self._drafter = drafters.find(drafters.default)
-        self.layers = drafters.needs.hidden_layers  # layers whose states the observed rows must have
-        self.num_look_ahead_rows = drafter.needs.target_inputs
+        self.layers = drafters.needs.target.hidden_layers  # layers whose states the observed rows must have
+        self.num_look_ahead_rows = drafter.needs.target.inputs
         self.ahead: Tensor | None = None  # the look-ahead rows of its last drafts
         self._longest = min(drafter.needs.max_positions or longest, longest)
 
@@ -257,14 +257,14 @@ class Second:
         """Start a text. source: the encoded one of an encoder-decoder model."""
         self._drafter.begin(request)
         needs = self._drafter.needs
-        if source is not None and (needs.reads_encoder or needs.target_cache):
+        if source is not None and (needs.target.encoder or needs.target.cache):
             self._drafter.observe_source(request, source)
 
     @torch.inference_mode()
     def observe(self, computed: Sequence[tuple[Request, CommittedRows]]) -> None:
         """Pass on rows of the target: see `Drafter.observe`."""
         for request, rows in computed:
-            own = tuple(rows.hidden[self.layers.index(layer)] for layer in self._drafter.needs.hidden_layers)
+            own = tuple(rows.hidden[self.layers.index(layer)] for layer in self._drafter.needs.target.hidden_layers)
             self._drafter.observe(request, rows._replace(hidden=own))
 
     @torch.inference_mode()
@@ -328,7 +328,8 @@ def _in_step(again: dict[Request, Request]) -> Iterator[dict[Request, Request]]:
 def reread(text: Request, num_output: int = 0) -> Request:
     """Return a copy of a request after `num_output` output tokens, without stop checker and shared noise."""
     tokens = text.tokens[: len(text.prompt) + num_output]
-    return replace(text, tokens=tokens, shared_noise=False, stop_checker=None, finish_reason=None)
+    drafts, stops = replace(text.drafts, shared_noise=False), replace(text.stops, checker=None)
+    return replace(text, tokens=tokens, drafts=drafts, stops=stops, ending=NOT_ENDED)
 
 
 def longest_of(text: Request) -> int:

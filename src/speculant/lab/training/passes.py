@@ -30,7 +30,7 @@ def hidden_states(model: Decoder, tokens: Tensor) -> Tensor:
 def states_of_layers(
     model: Decoder, tokens: Tensor, layers: Sequence[int], attend: Attend | None = None
 ) -> list[Tensor]:
-    """Return the states [B, n, hidden] of such sequences, for layers as `DrafterNeeds.hidden_layers` counts them.
+    """Return the states [B, n, hidden] of such sequences, for layers as `TargetNeeds.hidden_layers` counts them.
 
     attend: None = `attend_causally`; `AttendToSources` for an encoder-decoder model.
     """

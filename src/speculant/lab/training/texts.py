@@ -101,7 +101,7 @@ def save_texts(folder: Path, texts: Sequence[Sequence[int]], seq: int, seed: int
 def open_texts(folder: Path, model: CausalLM, watch: Watch | None = None, layers: Sequence[int] = ()) -> Texts:
     """Return the texts of a folder; missing states are computed by the model and written.
 
-    layers: whose states are kept beside those after the final norm, numbered as in `DrafterNeeds.hidden_layers`.
+    layers: whose states are kept beside those after the final norm, numbered as in `TargetNeeds.hidden_layers`.
     """
     tokens = _tokens(folder)
     shape, paths = (*tokens.shape, model.hidden_size), _paths(folder, layers)

@@ -35,7 +35,7 @@ class HeadAcceptance:
 class HeadInTraining(Objective):
     """A head that is trained on a target's states, to predict `depth` tokens in a row.
 
-    layers: whose states are inputs beside those after the final norm, numbered as in `DrafterNeeds.hidden_layers`.
+    layers: whose states are inputs beside those after the final norm, numbered as in `TargetNeeds.hidden_layers`.
     """
 
     name = "distance to the target"
