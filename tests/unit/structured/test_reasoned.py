@@ -9,6 +9,7 @@ from torch import Tensor
 
 from speculant.structured import Grammar, Grammars, ReasonedConstraint, Reasoning, StructuredOutputs
 from speculant.text import Tokenizer
+from tests import automata
 from tests.models import END
 
 START, STOP = 3, 4  # tokens that stand for the tags
@@ -20,7 +21,7 @@ def grammar(grammars: Grammars) -> Grammar:
 
 
 def allowed(mask: Tensor) -> set[int]:
-    return {token for token in range(32 * len(mask)) if mask[token // 32] >> (token % 32) & 1}
+    return {*automata.allowed(mask, 32 * len(mask))}
 
 
 def text(tokenizer: Tokenizer, given: str) -> list[int]:
