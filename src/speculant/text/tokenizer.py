@@ -124,14 +124,11 @@ class Tokenizer:
 
         Raises RequestError for ids that the tokenizer's decoder fails on.
         """
-        try:
+        with _DECODING:
             if len(ids) <= _SHORT:
                 text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
             else:
                 (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
-        except BaseException:
-            with _DECODING:
-                raise
         return text
 
     def decode_alone(self, token_id: int) -> str | None:
