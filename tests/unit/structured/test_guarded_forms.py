@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import threading
 import tracemalloc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -296,8 +294,3 @@ def test_masks_are_counted(scripted: Scripted, tokenizer: Tokenizer, monkeypatch
 def test_without_a_guard_nothing_is_counted(grammars: Grammars) -> None:
     grammar = grammars.compile(regex("[ab]+")).result(20)
     assert grammars.metered(grammar, regex("[ab]+"), "c") is grammar
-
-
-def test_limits_travel_as_plain_data() -> None:
-    given: Any = json.loads(json.dumps([tuple(SLOW), tuple(WIDE)]))
-    assert (GrammarSource(*given[0]), ProbeLimits(*given[1])) == (SLOW, WIDE)

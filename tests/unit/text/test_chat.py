@@ -91,10 +91,6 @@ def test_templates_can_format_the_date() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", render("{{ strftime_now('%Y-%m-%d') }}"))
 
 
-def test_variables_reach_the_template() -> None:
-    assert with_template("{{ tone }}").apply_chat_template([], variables={"tone": "dry"}) == "dry"
-
-
 @pytest.mark.parametrize(
     "attack",
     [

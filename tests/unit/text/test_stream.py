@@ -10,7 +10,6 @@ from hypothesis import given, settings, strategies as st
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
 from speculant.text import (
-    Released,
     StopSearch,
     StopStrings,
     TextStream,
@@ -70,13 +69,6 @@ def test_at_most_one_character_is_held_back() -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("the quick brown fox", add_special_tokens=False)
     assert all(pieces_of(tokenizer, ids)[:-1])
-
-
-def test_special_tokens_are_shown_on_request() -> None:
-    tokenizer = byte_level()
-    ids = [*tokenizer.encode("fox"), tokenizer.eos_id]
-    assert "".join(pieces_of(tokenizer, ids)) == "fox"
-    assert "".join(pieces_of(tokenizer, ids, skip_special_tokens=False)) == "<s>fox</s>"
 
 
 @pytest.mark.parametrize("text", ["a", "世", "\x80", "ab \n"])
@@ -201,31 +193,6 @@ def test_only_possible_beginnings_of_a_stop_are_held_back(stops: list[str], piec
             break
         beginnings = (stop[:n] for stop in stops for n in range(1, len(stop)))
         assert len(seen) - len(shown) == max((len(b) for b in beginnings if seen.endswith(b)), default=0)
-
-
-@pytest.mark.parametrize(
-    ("stops", "pieces", "shown", "stop"),
-    [
-        (["</end>"], ["text</", "en", "d>more"], ["text", "", "", ""], "</end>"),
-        (["aab"], ["aa", "aa", "c"], ["", "aa", "aac", ""], None),
-        (["abcd", "bc"], ["xab", "c", "d"], ["x", "a", "", ""], "bc"),
-        (["abc"], ["xab"], ["x", "ab"], None),
-    ],
-    ids=["in three pieces", "incomplete", "inside the beginning of another", "held to the end"],
-)
-def test_text_is_shown_as_soon_as_possible(stops: list[str], pieces: list[str], shown: list[str], stop: str) -> None:
-    assert run(stops, pieces) == (shown, stop)
-
-
-def test_include_keeps_the_stop_string_and_drops_later_text() -> None:
-    assert run(["END"], ["a E", "ND b"], include=True) == (["a ", "END", ""], "END")
-
-
-def test_no_text_follows_the_stop() -> None:
-    stop_checker = StopSearch(StopStrings(["b"]))
-    assert stop_checker.push("abc") == Released("a", "b")
-    assert stop_checker.push("def") == Released("", "b")
-    assert stop_checker.flush() == Released("", "b")
 
 
 def test_an_empty_stop_string_is_refused() -> None:
