@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import lazy_loader
+import lazy_loader  # type: ignore[import-untyped]
 
 if TYPE_CHECKING:
     from speculant.config import EngineConfig as EngineConfig
