@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
 
-from speculant.constraints import unpacked
 from speculant.text import Tokenizer
+from tests.automata import allowed
 from tests.models import ALPHABET
 
 HARMONY = ("<|channel|>", "<|constrain|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
@@ -58,9 +58,8 @@ def write(
     while not constraint.is_done and len(written) < 400:
         forced = constraint.forced()
         for place, token in enumerate(forced):
-            assert unpacked(constraint.mask(forced[:place]), size).nonzero().flatten().tolist() == [token]
-        allowed = unpacked(constraint.mask(()), size).nonzero().flatten().tolist()
-        token = forced[0] if forced else (choose or rng.choice)(allowed)
+            assert allowed(constraint.mask(forced[:place]), size) == [token]
+        token = forced[0] if forced else (choose or rng.choice)(allowed(constraint.mask(()), size))
         constraint.advance([token])
         if token == end:
             break

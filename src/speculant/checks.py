@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from speculant.errors import ConfigError, suggest
-from speculant.speculation import is_whole
 
 Check = Callable[[str, Any], None]
 
@@ -26,6 +25,11 @@ class Rule(NamedTuple):
         """Raise ConfigError for a value that would change something."""
         if self.harmless is not None and value not in self.harmless:
             raise ConfigError(f"{name}={value!r} is not supported: {self.why}", self.fix)
+
+
+def is_whole(given: object) -> TypeGuard[int]:
+    """Whether a value is a whole number: neither a truth value nor a number with a fraction, even of zero."""
+    return isinstance(given, int) and not isinstance(given, bool)
 
 
 def check_fields(values: object, checks: Mapping[str, Check]) -> None:

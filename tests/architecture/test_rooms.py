@@ -32,8 +32,8 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "scale": (1970, 12),
     "scheduling": (1091, 4),
     "serving": (8298, 36),
-    "structured": (1819, 9),
-    "text": (2627, 11),
+    "structured": (1759, 9),
+    "text": (2598, 12),
     "verification": (610, 10),
 }
 

@@ -1,3 +1,4 @@
+from .automaton import Beginning as Beginning, beginnings_of as beginnings_of
 from .chat import (
     ROLES as ROLES,
     TAGS as TAGS,

@@ -193,22 +193,22 @@ DISTRIBUTIONS = [
     Mutant(
         "banned words blind to drafted ancestors",
         VOCABULARY,
-        "reduce(_Node.after, tokens, self._nodes[-1])",
+        "reduce(Beginning.after, tokens, self._nodes[-1])",
         "self._nodes[-1]",
         "test_allowed_words.py::test_chains_of_a_draft_model[rejection-words]",
     ),
     Mutant(
         "banned words blind to the output",
         VOCABULARY,
-        "reduce(_Node.after, tokens, self._nodes[-1])",
-        "reduce(_Node.after, tokens, self._vocabulary.root)",
+        "reduce(Beginning.after, tokens, self._nodes[-1])",
+        "reduce(Beginning.after, tokens, self._vocabulary.root)",
         "test_allowed_words.py::test_speculation_changes_no_text[settings0-words-none]",
     ),
     Mutant(
         "a word is banned one token too late",
         VOCABULARY,
-        "for token in word[:-1]:",
-        "for token in word:",
+        "beginnings_of(word[:-1] for word in words)",
+        "beginnings_of(words)",
         "test_allowed_words.py::test_rules_come_before_other_settings[match-plain]",
     ),
     Mutant(
