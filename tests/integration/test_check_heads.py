@@ -21,9 +21,9 @@ from speculant.lab.bench import Estimate, LengthCosts, Workload, costs, drafting
 from speculant.lab.theory import expected_tokens, survival
 from speculant.models import CausalLM
 from speculant.params import SamplingParams
-from tests.exactness.test_native_decoder import SETS
 from tests.heads import WRITERS, write_blockwise, write_medusa
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, Shape, write_checkpoint
+from tests.native import SETS
 
 SMALL = ("--tokens", "12", "--kernels", "reference")
 ALPHA = Estimate(0.5, 0.4, 0.6, 100)
