@@ -417,7 +417,7 @@ class Machine:
 def inspect_machine() -> Machine:
     """Collect the facts. Measuring the speeds takes one or two seconds."""
     cuda, speeds = _cuda(), measure_speeds()
-    packages = _packages()
+    packages = {name: _version(name) for name in REQUIRED_PACKAGES}
     return Machine(
         speculant={"version": __version__, "python": platform.python_version(), "platform": platform.platform()},
         processor=_processor(),
@@ -490,10 +490,6 @@ def _cuda() -> dict[str, Any]:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {"available": count > 0, "devices": [torch.cuda.get_device_name(index) for index in range(count)]}
-
-
-def _packages() -> dict[str, str | None]:
-    return {name: _version(name) for name in REQUIRED_PACKAGES}
 
 
 def _version(name: str) -> str | None:

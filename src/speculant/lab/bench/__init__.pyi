@@ -13,7 +13,9 @@ from .acceptance import (
 from .compare import (
     Setting as Setting,
     build_ways as build_ways,
+    compared_conclusions as compared_conclusions,
     configured as configured,
+    fastest_way as fastest_way,
     settings as settings,
     usual_settings as usual_settings,
 )
@@ -33,8 +35,10 @@ from .history import (
     HistoryEntry as HistoryEntry,
     append as append,
     command_of as command_of,
+    compare_entries as compare_entries,
     entry_of as entry_of,
     machine as machine,
+    origin as origin,
     read as read,
     typical as typical,
 )
@@ -86,6 +90,7 @@ from .quality import (
 )
 from .report import (
     ROWS as ROWS,
+    Grid as Grid,
     Size as Size,
     by_category as by_category,
     cell as cell,
@@ -95,6 +100,7 @@ from .report import (
     gain as gain,
     gains as gains,
     heading as heading,
+    interval as interval,
     memory as memory,
     plain_values as plain_values,
     tables as tables,
@@ -109,17 +115,14 @@ from .scripts import (
     TEXTS as TEXTS,
     WITHOUT_DRAFTS as WITHOUT_DRAFTS,
     Benchmark as Benchmark,
-    Decoded as Decoded,
     LoadedPair as LoadedPair,
-    alpha as alpha,
-    by_text_and_method as by_text_and_method,
-    decode as decode,
     markdown as markdown,
-    origin as origin,
     prompts_of as prompts_of,
     quartiles as quartiles,
     ratio as ratio,
+    run_rounds as run_rounds,
     timed as timed,
+    tokens_per_pass as tokens_per_pass,
 )
 from .serving_load import (
     Exchange as Exchange,
@@ -145,7 +148,6 @@ from .workloads import (
     Workload as Workload,
     WorkloadConfig as WorkloadConfig,
     added_tokens as added_tokens,
-    arrival_times as arrival_times,
     code_prompt as code_prompt,
     edit_prompt as edit_prompt,
     make_workload as make_workload,

@@ -82,7 +82,7 @@ class TextReader:
 
     def __init__(self, model: CausalLM, sampler: Sampler, vocab_size: int, split: Split | None = None) -> None:
         self._model, self._sampler, self._vocab_size = model, sampler, vocab_size
-        self._split = split or _as_they_are
+        self._split = split or (lambda tokens: [[token] for token in tokens])
 
     def distributions(self, text: Text, params: SamplingParams) -> Tensor:
         """Return probs [T, V] of the output's tokens, by temperature, top-k, top-p and min-p alone."""
@@ -118,10 +118,6 @@ def read_text(model: CausalLM, tokens: Sequence[int], source: Sequence[int] = ()
         rows = SequenceInput(1, part, DraftTree.empty(), length=len(tokens), source=name)
         hidden.append(model.forward(build_batch([rows], cache, model.cache_shape.device), cache.storage).last)
     return torch.cat(hidden)
-
-
-def _as_they_are(tokens: Sequence[int]) -> list[list[int]]:
-    return [[token] for token in tokens]
 
 
 def measure_acceptance(

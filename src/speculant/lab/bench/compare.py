@@ -94,14 +94,11 @@ def build_ways(
         raise ConfigError("speculation is switched off and ways to speculate are compared", "leave that switch out.")
     drafting = replace(config, use_speculative_decoding=True)
     configs = {each.name: configured(drafting, each.values) for each in chosen}
-    configs = {PLAIN: _without_drafts(config), **configs}
+    off = replace(config, use_speculative_decoding=False, draft_model=None, spec_length=None, speculative_config=None)
+    configs = {PLAIN: off, **configs}
     target = load_target(config)
     mode = Mode(params, sequential)
     return {name: Way(Bench(build_around(each, target), name), mode) for name, each in configs.items()}
-
-
-def _without_drafts(config: EngineConfig) -> EngineConfig:
-    return replace(config, use_speculative_decoding=False, draft_model=None, spec_length=None, speculative_config=None)
 
 
 def compared(
@@ -119,19 +116,18 @@ def compared(
         for each in chosen
     }
     for case in value["cases"]:
-        case.update(fastest=_fastest(case), conclusions=list(_conclusions(case)))
+        case.update(fastest=fastest_way(case), conclusions=list(compared_conclusions(case)))
     return {
         **value,
         "speculation": {"on": True, "detail": f"plain decoding beside {', '.join(drafting)}"},
         "ways": described,
-        "notes": [*value["notes"], *_notes(config, chosen)],
+        "notes": value["notes"]
+        + [
+            f"{each.name}: earlier requests are kept, so that after the first run it has seen these outputs"
+            for each in chosen
+            if keeps_answers(configured(config, each.values))
+        ],
     }
-
-
-def _notes(config: EngineConfig, chosen: Sequence[Setting]) -> Iterator[str]:
-    for each in chosen:
-        if keeps_answers(configured(config, each.values)):
-            yield f"{each.name}: earlier requests are kept, so that after the first run it has seen these outputs"
 
 
 def _speed(case: Mapping[str, Any], way: str) -> Mapping[str, float]:
@@ -141,14 +137,15 @@ def _speed(case: Mapping[str, Any], way: str) -> Mapping[str, float]:
     return found
 
 
-def _fastest(case: Mapping[str, Any]) -> str:
+def fastest_way(case: Mapping[str, Any]) -> str:
     """Return the way with the highest median speed; plain decoding if none is faster."""
     best = max(case["gains"], key=lambda way: _speed(case, way)["median"])
     return best if _speed(case, best)["median"] > 1 else PLAIN
 
 
-def _conclusions(case: Mapping[str, Any]) -> Iterator[str]:
-    best = _fastest(case)
+def compared_conclusions(case: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which way is the fastest, and which ones are close to it."""
+    best = fastest_way(case)
     if best == PLAIN:
         yield "no way is faster than plain decoding"
         return

@@ -41,9 +41,14 @@ class LengthCosts:
     other_s: Sequence[float]
 
     @property
+    def total_s(self) -> list[float]:
+        """The whole times of steps."""
+        return [draft + other for draft, other in zip(self.draft_s, self.other_s, strict=True)]
+
+    @property
     def plain_s(self) -> float:
         """The time of a step without a draft."""
-        return self.draft_s[0] + self.other_s[0]
+        return self.total_s[0]
 
     @property
     def cost_ratio(self) -> float:
@@ -82,12 +87,12 @@ def measure_steps(
     RequestError if the context has no room for a draft, or if an engine runs fewer sequences at a time.
     """
     ids = (f"{SALT}-{number}" for number in itertools.count())
-    subjects: dict[str, Callable[[], list[StepTime]]] = {
-        _key(name, length): partial(_sample, runtimes[name], prompt, params, length, ids, batch)
+    subjects: dict[tuple[str, int], Callable[[], list[StepTime]]] = {
+        (name, length): partial(_sample, runtimes[name], prompt, params, length, ids, batch)
         for name, own in lengths.items()
         for length in own
     }
-    times: dict[str, list[list[StepTime]]] = {key: [] for key in subjects}
+    times: dict[tuple[str, int], list[list[StepTime]]] = {key: [] for key in subjects}
     order, started = random.Random(SALT), time.perf_counter()
     for _ in range(MOST_TURNS):
         shuffled = order.sample(list(subjects), len(subjects))  # a fixed order could keep pace with other programs
@@ -95,11 +100,7 @@ def measure_steps(
             times[key] += rounds
         if time.perf_counter() - started > seconds:
             break
-    return {name: _typical(own, [times[_key(name, length)] for length in own]) for name, own in lengths.items()}
-
-
-def _key(name: str, length: int) -> str:
-    return f"{name}, drafts of {length}"
+    return {name: _typical(own, [times[name, length] for length in own]) for name, own in lengths.items()}
 
 
 def _typical(lengths: Sequence[int], times: Sequence[Sequence[Sequence[StepTime]]]) -> LengthCosts:
@@ -174,7 +175,7 @@ def oracle_seconds(accepted: NDArray[np.float64], costs: LengthCosts, longest: i
     as its longest draft, so no real oracle reaches that.
     """
     lengths = np.arange(longest + 1)
-    steps = np.interp(lengths, costs.lengths, np.add(costs.draft_s, costs.other_s)) / batch
+    steps = np.interp(lengths, costs.lengths, costs.total_s) / batch
     least = np.zeros(len(accepted) + 1)
     for start in reversed(range(len(accepted))):
         rejected = np.flatnonzero(accepted[start:] < 1)

@@ -180,16 +180,12 @@ def predict_drafts(sizes: Sequence[int], tokens: Array, alpha: Estimate, costs: 
     seen = np.interp(lengths, [0, *sizes], [1.0, *tokens.tolist()])
     gains = np.clip(np.minimum.accumulate(np.diff(seen)), 0.0, 1.0)
     per_pass = np.concatenate([[1.0], 1.0 + np.cumsum(gains)])
-    times = [float(np.interp(length, costs.lengths, _total(costs))) for length in lengths]
+    times = [float(np.interp(length, costs.lengths, costs.total_s)) for length in lengths]
     speeds = per_pass * times[0] / np.array(times)
     reached = np.concatenate([[1.0], gains])
     rates = np.divide(gains, reached[:-1], out=np.zeros_like(gains), where=reached[:-1] > 0).tolist()
     ends = [0.0] if max(sizes) < LONGEST else []  # it drafts no more nodes
     return SpeedPrediction(alpha, costs, speeds, per_pass, None, [*rates, *ends])
-
-
-def _total(costs: LengthCosts) -> list[float]:
-    return [draft + other for draft, other in zip(costs.draft_s, costs.other_s, strict=True)]
 
 
 def _affordable(
@@ -199,12 +195,11 @@ def _affordable(
     bench, plain, seconds = Bench(candidate.runtime, "plain"), replace(params, speculation=False), list[float]()
     for prompt in workload.prompts:
         started = time.perf_counter()
-        bench.run(replace(workload, prompts=[prompt], arrivals=[0.0]), Mode(plain, sequential=True))
+        bench.run(replace(workload, prompts=[prompt], arrivals=()), Mode(plain, sequential=True))
         seconds.append(time.perf_counter() - started)
         if len(seconds) >= FEWEST_PROMPTS and sum(seconds) * len(SIZES) > run_seconds:
             break
-    count = len(seconds)
-    return replace(workload, prompts=workload.prompts[:count], arrivals=workload.arrivals[:count]), seconds
+    return workload.first(len(seconds)), seconds
 
 
 def _described(config: EngineConfig, target: Checkpoint) -> Model:

@@ -112,13 +112,11 @@ class Bench:
         committed = [delivery.committed[_key(request)] for request in requests]
         for request in requests:
             delivery.timings[_key(request)].share_passes(request.metrics.timing)
-        speculation = SpeculationMetrics()
-        for request in requests:
-            speculation.add(request.metrics.speculative_decoding)
+        by_request = [request.metrics.speculative_decoding for request in requests]
         return BenchRun(
             outputs=[request.output for request in requests],
             timings=[delivery.timings[_key(request)] for request in requests],
-            speculation=speculation,
+            speculation=SpeculationMetrics.total(by_request),
             verifier=requests[0].metrics.verification,
             seconds=seconds,
             steps=metrics.steps - before.steps,
@@ -129,7 +127,7 @@ class Bench:
             peak_blocks=delivery.peak_blocks,
             drafted=[[output.drafted for output in outputs] for outputs in committed],
             rejected=[[output.rejected for output in outputs] for outputs in committed],
-            by_request=[request.metrics.speculative_decoding for request in requests],
+            by_request=by_request,
             encode_s=metrics.encode_s - before.encode_s,
         )
 
@@ -153,7 +151,7 @@ class _Delivery:
         self.peak_blocks = 0
 
     def serve(self, workload: Workload) -> None:
-        pending = deque(zip(workload.prompts, workload.arrivals, strict=True))
+        pending = deque(zip(workload.prompts, workload.arrivals or [0.0] * len(workload.prompts), strict=True))
         while pending or self._engine.has_unfinished():
             while pending and self._may_start(pending[0][1]):
                 self._start(*pending.popleft())
@@ -209,6 +207,7 @@ def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
+K = TypeVar("K")
 T = TypeVar("T")
 Notify = Callable[[str], None]  # called with the name of each run before it starts
 Tell = Callable[[str], None]  # called with a line about the results so far
@@ -344,17 +343,17 @@ def medians(case: BenchCase) -> str:
 
 
 def interleave(
-    subjects: Mapping[str, Callable[[], T]],
+    subjects: Mapping[K, Callable[[], T]],
     rounds: int,
-    notify: Notify = lambda name: None,
-    end_round: Callable[[Mapping[str, Sequence[T]]], None] = lambda results: None,
-) -> dict[str, list[T]]:
+    notify: Callable[[K], None] = lambda name: None,
+    end_round: Callable[[Mapping[K, Sequence[T]]], None] = lambda results: None,
+) -> dict[K, list[T]]:
     """Run every subject once per round and return the results by subject.
 
     So noise of the machine affects all of them alike. Every other round runs backwards, so none is always first.
     end_round: called with the results so far after each round.
     """
-    results: dict[str, list[T]] = {name: [] for name in subjects}
+    results: dict[K, list[T]] = {name: [] for name in subjects}
     for round_ in range(rounds):
         for name in list(subjects)[:: -1 if round_ % 2 else 1]:
             notify(name)

@@ -192,6 +192,7 @@ def compare_logits(reference: Tensor, judged: Tensor, next_tokens: Tensor) -> Ch
 def quality_document(models: Compared, path: Path, text: QualityText, scores: Sequence[ChunkScores]) -> dict[str, Any]:
     """Return the figures of the chunks that were compared, at least one, as `--json` prints them."""
     divergence, agrees, reference, judged = zip(*scores, strict=True)
+    tail = zip(_PERCENTILES, np.percentile(np.concatenate(divergence), [*_PERCENTILES.values()]), strict=True)
     return {
         "benchmark": "quality",
         "reference": _model(models.reference),
@@ -204,7 +205,7 @@ def quality_document(models: Compared, path: Path, text: QualityText, scores: Se
             "chunks_of_text": len(text.chunks),
             "scored": sum(map(len, divergence)),
         },
-        "kl": {**asdict(Interval.of(divergence, least=0)), **_tail(np.concatenate(divergence))},
+        "kl": asdict(Interval.of(divergence, least=0)) | {name: float(value) for name, value in tail},
         "top_1": asdict(Interval.of(agrees, least=0, most=1)),
         "perplexity": {
             "reference": asdict(Interval.of(reference).exp()),
@@ -225,10 +226,6 @@ def _student(free: int) -> float:
     z = NORMAL
     terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + sum(term / float(free) ** power for power, term in enumerate(terms, start=1))
-
-
-def _tail(values: Array) -> dict[str, float]:
-    return {name: float(np.percentile(values, percent)) for name, percent in _PERCENTILES.items()}
 
 
 def _model(checkpoint: Checkpoint) -> dict[str, Any]:

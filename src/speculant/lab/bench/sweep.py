@@ -132,8 +132,7 @@ def predict_sweep(config: EngineConfig, plan: SweepPlan, params: SamplingParams,
         lengths, own = {PLAIN: (0, *plan.lengths)}, {PLAIN: runtime}
         costs = measure_steps(lengths, own, workload.prompts[0], params, _COST_SECONDS, batch)[PLAIN]
         prediction = predict([acceptance[place] for place in places], costs, costs, plan.lengths[-1])
-        own_prompts = [workload.prompts[place] for place in places]
-        part = Workload(workload.source, own_prompts, [0.0] * len(places), sources=workload.sources)
+        part = replace(workload, prompts=[workload.prompts[place] for place in places], categories=())
         found.append(Predicted(batch, runtime, part, prediction))
     return found
 

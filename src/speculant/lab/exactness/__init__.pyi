@@ -1,10 +1,9 @@
 from .check import (
-    Found as Found,
     Report as Report,
     ScoredTexts as ScoredTexts,
     Subject as Subject,
-    Tell as Tell,
     draw_and_score as draw_and_score,
+    run_check as run_check,
 )
 from .enumeration import (
     Branches as Branches,
