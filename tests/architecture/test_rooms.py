@@ -10,7 +10,7 @@ import pytest
 from tests.architecture.rooms import ROOT, USERS, defined, home, inner_imports, rooms, size
 
 SLACK = 0.05  # of a budget, which follows a room that shrinks
-INNER_IMPORTS = 170  # of names that two files of a room have, of names that are also a file's; may only fall
+INNER_IMPORTS = 166  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1199, 5),
@@ -19,13 +19,13 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "engine": (5121, 18),
     "kernels": (1612, 7),
     "lab.bench": (4356, 16),
-    "lab.cli": (2993, 19),
+    "lab.cli": (2949, 15),
     "lab.exactness": (1602, 7),
     "lab.fleet": (1229, 6),
-    "lab.inflation": (1013, 8),
-    "lab.quantize": (942, 6),
-    "lab.theory": (581, 5),
-    "lab.training": (4236, 31),
+    "lab.inflation": (980, 5),
+    "lab.quantize": (932, 5),
+    "lab.theory": (569, 4),
+    "lab.training": (4057, 12),
     "lengths": (1951, 9),
     "models": (13455, 68),
     "sampling": (431, 4),

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from typing_extensions import override
 
 from speculant.errors import ConfigError, suggest
 from speculant.gguf_file import name_of
-from speculant.lab.training.heads import kinds
-
-if TYPE_CHECKING:
-    from speculant.lab.training.heads.objective import HeadKind
 
 MIN_VOCABULARY = 257  # every byte, and the end of text
 MOST_NUMBERS = 2**34  # weights of a network, or logits of a step: 64 GiB in float32
@@ -378,27 +372,18 @@ class HeadTrainingConfig(TargetRunConfig):
     }  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.kind not in (known := kind_names()):
-            raise ConfigError(f"there is no kind of head called {self.kind!r}", suggest(str(self.kind), known))
+        from speculant.lab.training.heads import KINDS
+
+        if self.kind not in KINDS:
+            raise ConfigError(f"there is no kind of head called {self.kind!r}", suggest(str(self.kind), KINDS))
         super().__post_init__()
-        if self.draft_vocab is not None and not load_kind(self.kind).own_output_head:
-            able = [name for name in known if load_kind(name).own_output_head]
+        if self.draft_vocab is not None and not KINDS[self.kind].own_output_head:
+            able = [name for name, kind in KINDS.items() if kind.own_output_head]
             raise ConfigError(
                 f"heads of the kind {self.kind} have no output head of their own",
                 f"leave out --draft-vocab, or train one of the kind {' or '.join(able)}.",
             )
         _ = self.schedule
-
-
-def kind_names() -> list[str]:
-    """Return the names of all kinds of heads."""
-    return sorted(module.name for module in pkgutil.iter_modules(kinds.__path__))
-
-
-def load_kind(name: str) -> HeadKind:
-    """Return a kind of heads."""
-    found: HeadKind = importlib.import_module(f"{kinds.__name__}.{name}").KIND
-    return found
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,16 @@ from speculant.lab.training.corpus import (
     standard_library,
     train_tokenizer,
 )
-from speculant.lab.training.evaluation import Overlap, evaluate, overlap
-from speculant.lab.training.losses import DistillObjective, TextObjective
-from speculant.lab.training.network import export_model, hf_config, new_network, parameter_count, project_embedding
-from speculant.lab.training.passes import load_plain
-from speculant.lab.training.runs import TrainingRun, model_card
-from speculant.lab.training.trainer import Trainer
+from speculant.lab.training.losses import DistillObjective, Overlap, TextObjective, evaluate, overlap
+from speculant.lab.training.network import (
+    export_model,
+    hf_config,
+    load_plain,
+    new_network,
+    parameter_count,
+    project_embedding,
+)
+from speculant.lab.training.trainer import Trainer, TrainingRun, model_card
 from speculant.models import Decoder
 
 

@@ -1,4 +1,6 @@
-"""Output heads in training, and losses: cross-entropy on text, or the distance to a target's distributions.
+"""Output heads in training, losses and held-out figures.
+
+A loss is the cross-entropy on text, or the distance to a target's distributions.
 
 The losses need a distribution over the whole vocabulary for every token, which is far more data than the rest of a
 small model's pass. So value and gradients are computed together for a few rows at a time, which stay in the processor's
@@ -9,17 +11,20 @@ far from the target's p, and changes to total variation over a run. That is one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
 from speculant.errors import ModelError
 from speculant.kernels import soft_cap
-from speculant.lab.training.passes import hidden_states
+from speculant.lab.training.network import hidden_states
+from speculant.lab.training.trainer import Objective, Watch
 from speculant.models import Decoder
 
 VARIATION_WEIGHT = 4.0  # total variation is below 1 where the divergence is a few nats
@@ -76,16 +81,6 @@ class OutputHead:
 def chunks(rows: int) -> Iterator[slice]:
     """Yield slices of `rows` rows. The distributions of one slice fit into memory together."""
     return (slice(first, first + _ROWS) for first in range(0, rows, _ROWS))
-
-
-class Objective(Protocol):
-    """A loss over a batch of windows."""
-
-    name: str  # of the quantity that `loss` measures
-
-    def loss(self, model: Decoder, windows: Tensor, progress: float) -> Tensor:
-        """Return the mean loss per token of windows [B, 1 + n]; `progress` of the run is in [0, 1]."""
-        ...
 
 
 class TextObjective(Objective):
@@ -316,3 +311,70 @@ def overlaps(
             alpha[i] += torch.minimum(p, logits.softmax(-1)).sum()
             shares[i, :ranks] += (likeliest == best).sum(0)
     return alpha, shares
+
+
+_TOKENS_A_PASS = 2048
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The overlap of a draft's distributions q with a target's distributions p at temperature 1."""
+
+    alpha: float  # mean over positions of sum_v min(p, q), the acceptance rate (arXiv 2211.17192, corollary 3.6)
+    greedy_agreement: float  # share of positions where both have the same likeliest token
+    positions: int
+
+    def summary(self) -> list[str]:
+        """Return the figures in a line for people."""
+        agreement = f"same likeliest token {self.greedy_agreement:.3f}"
+        return [f"sum min(p, q) with the target {self.alpha:.3f}, {agreement}"]
+
+
+def evaluate(model: Decoder, windows: Sequence[Tensor], watch: Watch | None = None) -> float:
+    """Return the mean cross-entropy, in nats per token, of every token of windows [1 + n_i] but the first."""
+    total, count = 0.0, 0
+    with torch.inference_mode():
+        for group in _grouped(windows, watch):
+            logits = _logits(model, group)
+            following = torch.cat([window[1:] for window in group])
+            total += float(functional.cross_entropy(logits, following, reduction="sum"))
+            count += len(following)
+    return total / count
+
+
+def overlap(target: Decoder, draft: Decoder, windows: Sequence[Tensor], watch: Watch | None = None) -> Overlap:
+    """Compare two models' distributions, p and q, at every token of windows [1 + n_i] but the first."""
+    models = (target, draft)
+    return mean_overlap([_logits(each, group) for each in models] for group in _grouped(windows, watch))
+
+
+@torch.inference_mode()
+def mean_overlap(logits: Iterable[Sequence[Tensor]]) -> Overlap:
+    """Compare distributions p and q, given as pairs of logits [r, V]."""
+    common, agreed, count = 0.0, 0, 0
+    for pair in logits:
+        p, q = (each.softmax(-1) for each in pair)
+        agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+        common += float(torch.minimum(p, q).sum())
+        count += len(p)
+    return Overlap(common / count, agreed / count, count)
+
+
+def _logits(model: Decoder, windows: Sequence[Tensor]) -> Tensor:
+    """Return the logits [sum of n_i, V] of windows [1 + n_i]; windows are padded at their ends to one length."""
+    inputs = [window[:-1] for window in windows]
+    padded = pad_sequence(inputs, batch_first=True)  # causal attention: no real row sees the padding
+    real = torch.cat([torch.arange(len(row)) + i * padded.shape[1] for i, row in enumerate(inputs)])
+    return model.logits(hidden_states(model, padded)[real])
+
+
+def _grouped(windows: Sequence[Tensor], watch: Watch | None) -> Iterator[list[Tensor]]:
+    """Yield groups of windows, one per pass; call `watch` with the finished fraction."""
+    group: list[Tensor] = []
+    for number, window in enumerate(windows, start=1):
+        group.append(window)
+        if number == len(windows) or sum(map(len, group)) + len(windows[number]) > _TOKENS_A_PASS:
+            yield group
+            group = []
+            if watch:
+                watch(number / len(windows))

@@ -26,7 +26,6 @@ from speculant.lab.training import (
     Trainer,
     begin_folder,
     choose_tokenizer,
-    encoder_decoders,
     load_plain,
     loss_of_pairs,
     overlap_of_pairs,
@@ -272,9 +271,8 @@ def test_the_command_trains_a_target_and_its_draft(files: tuple[Path, Path], tmp
     assert "sum min(p, q) with the target" in run.stderr
 
 
-def test_overlap_is_that_of_all_tokens(config: Seq2SeqConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several parts of a pass, of 256 tokens each, count together."""
-    monkeypatch.setattr(encoder_decoders, "_AT_A_TIME", 100)
+def test_overlap_is_that_of_all_tokens(config: Seq2SeqConfig) -> None:
+    """Several passes, some of them with more than the 256 tokens of a part, count together."""
     run, trainer = prepare(config)
     data = run.data
     _, other = prepare(replace(config, out=config.out.parent / "other", tokenizer=config.out, seed=2))
