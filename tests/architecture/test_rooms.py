@@ -25,7 +25,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lab.inflation": (980, 5),
     "lab.quantize": (932, 5),
     "lab.theory": (569, 4),
-    "lab.training": (4057, 12),
+    "lab.training": (3945, 12),
     "lengths": (1951, 9),
     "models": (13455, 68),
     "sampling": (431, 4),

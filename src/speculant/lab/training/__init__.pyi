@@ -62,7 +62,6 @@ from .seq2seq import (
     PairObjective as PairObjective,
     Pairs as Pairs,
     Seq2SeqRun as Seq2SeqRun,
-    choose_tokenizer as choose_tokenizer,
     loss_of_pairs as loss_of_pairs,
     overlap_of_pairs as overlap_of_pairs,
     read_pairs as read_pairs,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,6 +117,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{END_OF_TEXT} $A", pair=f"{END_OF_TEXT} $A $B", special_tokens=[(END_OF_TEXT, 0)]
     )
+    return tokenizer
+
+
+def choose_tokenizer(out: Path, given: Path | None, train: Callable[[], Tokenizer]) -> Tokenizer:
+    """Load the given or the run's own tokenizer; if there is none, train one and save it in `out`."""
+    own = out / "tokenizer.json"
+    if given or own.exists():
+        return load_tokenizer(given or out)
+    tokenizer = train()
+    tokenizer.save(str(own))
     return tokenizer
 
 

@@ -25,7 +25,7 @@ from typing_extensions import override
 from speculant.files import read_json
 from speculant.lab.training.config import BoostedConfig
 from speculant.lab.training.heads import look_ahead_mask
-from speculant.lab.training.losses import OutputHead, chunks, distribution_distance
+from speculant.lab.training.losses import OutputHead, chunks, distribution_distance, overlap_parts
 from speculant.lab.training.network import (
     attend_masked,
     hf_config,
@@ -38,7 +38,7 @@ from speculant.lab.training.network import (
     tie_stored,
     within_window,
 )
-from speculant.lab.training.target_texts import Texts, open_texts, prepare_texts
+from speculant.lab.training.target_texts import Texts, prepare_texts
 from speculant.lab.training.trainer import (
     FILE_NAME,
     SILENT,
@@ -104,8 +104,7 @@ class DraftsRun:
         begin_folder(config.out, resume, config.folder(1))
         with self.show.doing("Loading the target"):
             target = load_plain(config.target)
-        prepare_texts(config, target.hidden_size, self.show)
-        texts = open_texts(config.out, target)
+        texts = prepare_texts(config, target, self.show)
         runs = [DraftRun(config, number, target, texts, self.show) for number in range(1, config.boosted + 1)]
         return DraftsOutcome(
             [run.read_outcome() or run.carry_out(resume and (run.folder / FILE_NAME).exists()) for run in runs]
@@ -145,7 +144,7 @@ class DraftRun(TrainingRun[BoostedConfig, BoostedOutcome]):
             objective = MissedObjective(target, texts, self._drafts(self.number - 1), config.known_share, config.seed)
         factor = 1.0 if source is None else WARM
         rates = factor * config.matrix_lr, factor * config.embedding_lr
-        return self._trainer(model, texts, objective, rates, config.settings() | {"number": self.number})
+        return Trainer(config, self.folder, model, texts, objective, rates, config.settings() | {"number": self.number})
 
     @cached_property
     def _hf_config(self) -> dict[str, Any]:
@@ -217,8 +216,9 @@ def measure(drafts: Sequence[Decoder], target: Decoder, texts: Texts) -> dict[st
         tokens, own = texts.tokens[part], texts.states_of(part).flatten(0, 1)
         known = known_rows(drafts, tokens, likeliest(own, head))
         last, first = hidden_states(drafts[-1], tokens), hidden_states(drafts[0], tokens)
-        sums["alpha"] += overlap_and_ranks(last, own, (last_head, head), 1)[0]
-        sums["alone"] += overlap_and_ranks(first, own, (first_head, head), len(drafts))[1]
+        sums["alpha"] += sum(float(alpha) for _, alpha, _ in overlap_parts(last[None], own, head, 1, last_head))
+        ranks = overlap_parts(first[None], own, head, len(drafts), first_head)
+        sums["alone"] += sum(int(counts.sum()) for _, _, counts in ranks)
         sums["agreement"] += int(known[-1].sum())
         sums["covered"] += int(known.any(0).sum())
         rows += len(own)
@@ -269,23 +269,6 @@ def known_rows(drafts: Sequence[Decoder], tokens: Tensor, best: Tensor) -> Tenso
     """Return for each draft whether it has the target's likeliest tokens `best` [r]: [drafts, r]."""
     found = [likeliest(hidden_states(draft, tokens), OutputHead.of(draft)) == best for draft in drafts]
     return torch.stack(found) if found else torch.zeros(1, len(best), dtype=torch.bool)
-
-
-@torch.no_grad()
-def overlap_and_ranks(
-    draft: Tensor, target: Tensor, heads: tuple[OutputHead, OutputHead], ranks: int
-) -> tuple[float, int]:
-    """Compare the states [r, hidden] of a draft and of its target; heads: the output heads of both.
-
-    Returns the sum over rows of sum min(p, q), and the number of rows whose likeliest token of the target is among the
-    draft's `ranks` likeliest ones.
-    """
-    common, found = 0.0, 0
-    for rows in chunks(len(draft)):
-        q, p = heads[0].logits(draft[rows]).softmax(-1), heads[1].logits(target[rows]).softmax(-1)
-        common += float(torch.minimum(p, q).sum())
-        found += int((q.topk(ranks).indices == p.argmax(-1, keepdim=True)).sum())
-    return common, found
 
 
 def _card(config: BoostedConfig, outcome: BoostedOutcome) -> str:
@@ -393,10 +376,8 @@ def overlap_by_depth(model: Decoder, target: Decoder, texts: Texts, depth: int) 
         plain, masked = masked_states(model, texts.tokens[part], places, depth - 1)
         drafted = torch.cat((plain[:, places, None], masked), 2).flatten(0, 1)  # [b * m, depth, hidden]
         wanted = own[:, places[:, None] + torch.arange(depth)].flatten(0, 1)
-        for each in chunks(len(drafted)):
-            for t in range(depth):
-                p, q = output.logits(wanted[each, t]).softmax(-1), head.logits(drafted[each, t]).softmax(-1)
-                sums[t] += torch.minimum(p, q).sum()
+        for t, alpha, _ in overlap_parts(drafted.transpose(0, 1), wanted.transpose(0, 1), output, 1, head):
+            sums[t] += alpha
         rows += len(drafted)
     return [float(total) / rows for total in sums]
 

@@ -23,7 +23,7 @@ from speculant.lab.checkpoints import write_json, write_tensors
 from speculant.lab.training.config import HeadTrainingConfig
 from speculant.lab.training.losses import OutputHead, distances, overlaps, weighted
 from speculant.lab.training.network import attend_causally, attend_masked, load_plain, within_window
-from speculant.lab.training.target_texts import Texts, open_texts, prepare_texts
+from speculant.lab.training.target_texts import Texts, prepare_texts
 from speculant.lab.training.trainer import Objective, Trainer, TrainingRun, model_card
 from speculant.models import (
     Attention,
@@ -96,15 +96,16 @@ class HeadInTraining(Objective):
         with torch.inference_mode():
             for part in torch.split(rows, _TEXTS_A_PASS):
                 made, own = self.predicted(part)
-                found = self._overlaps(made, own)
+                found = overlaps(made, own, self._output, RANKS, self._output_head())
                 alpha, shares, total = alpha + found[0].cpu(), shares + found[1].cpu(), total + made.shape[1]
         return HeadAcceptance((alpha / total).tolist(), (shares / total).tolist(), total)
 
     @abstractmethod
     def predicted(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the head's states by depth [depth, r, hidden], and the target's that they predict [r, hidden].
+        """Return the head's states by depth [depth, r, hidden], and the target's that they predict.
 
-        Of rows of the texts at these places [b], each of which has a prediction at all depths.
+        Of rows of the texts at these places [b], each of which has a prediction at all depths. The target's states are
+        [r, hidden] if all depths predict the same rows, otherwise [depth, r, hidden].
         """
 
     @abstractmethod
@@ -118,10 +119,6 @@ class HeadInTraining(Objective):
     def _each_depth(self, made: Tensor, own: Tensor, progress: float) -> Tensor:
         """Return the loss at each depth [depth]."""
         return distances(made, own, self._output, progress, self._output_head())
-
-    def _overlaps(self, made: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Return sums by depth: see `overlaps`."""
-        return overlaps(made, own, self._output, RANKS, self._output_head())
 
     def _output_head(self) -> OutputHead | None:
         """Return the head's own output head; None = the target's."""
@@ -476,17 +473,6 @@ class LookAheadObjective(HeadInTraining):
         return weighted(self._each_depth(*self.predicted(windows[:, 0], first), progress))
 
     @override
-    def _each_depth(self, made: Tensor, own: Tensor, progress: float) -> Tensor:
-        each = zip(made, own, strict=True)
-        return torch.cat([distances(one[None], its_own, self._output, progress) for one, its_own in each])
-
-    @override
-    def _overlaps(self, made: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        each = zip(made, own, strict=True)
-        alpha, shares = zip(*(overlaps(one[None], its_own, self._output, RANKS) for one, its_own in each), strict=True)
-        return torch.cat(alpha), torch.cat(shares)
-
-    @override
     def config(self) -> dict[str, Any]:
         count, hidden = self._inputs.shape
         return {"hidden_size": hidden, "vocab_size": self._target.vocab_size, "num_look_ahead": count}
@@ -497,7 +483,7 @@ class LookAheadObjective(HeadInTraining):
 
     @override
     def predicted(self, places: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Return both for every _STRIDE-th row after `first`; the target's states are [depth, r, hidden]."""
+        """Return both for every _STRIDE-th row after `first`."""
         states = self._texts.states_of(places)
         first += max(0, self._texts.opening - 2)
         rows = torch.arange(first, states.shape[1] - self.depth, _STRIDE, device=states.device)
@@ -607,15 +593,14 @@ class HeadRun(TrainingRun[HeadTrainingConfig, HeadOutcome]):
     @cached_property
     def texts(self) -> Texts:
         """The target's texts, which are written if the folder lacks them."""
-        prepare_texts(self.config, self.target.hidden_size, self.show, self.head.layers)
-        return open_texts(self.config.out, self.target, layers=self.head.layers)
+        return prepare_texts(self.config, self.target, self.show, self.head.layers)
 
     @override
     def _prepared(self) -> Trainer:
         config, head, texts = self.config, self.head, self.texts
         head.use(texts)
         rates = config.matrix_lr, config.vector_lr
-        return self._trainer(head.module, texts, head, rates, config.settings(), self._shown)
+        return Trainer(config, self.folder, head.module, texts, head, rates, config.settings(), self._shown)
 
     def _shown(self) -> str:
         """Return the head's acceptance on the first held-out texts."""

@@ -9,9 +9,9 @@ The start token and the end token are END_OF_TEXT.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,23 @@ from typing_extensions import override
 from speculant.errors import ConfigError
 from speculant.lab.checkpoints import write_json
 from speculant.lab.training.config import Seq2SeqConfig
-from speculant.lab.training.corpus import END_OF_TEXT, end_of_text, is_held_out, load_tokenizer, train_tokenizer
-from speculant.lab.training.losses import OutputHead, Overlap, chunks, distribution_distance, mean_overlap, text_loss
+from speculant.lab.training.corpus import (
+    END_OF_TEXT,
+    choose_tokenizer,
+    end_of_text,
+    is_held_out,
+    train_tokenizer,
+)
+from speculant.lab.training.losses import (
+    OutputHead,
+    Overlap,
+    Predicted,
+    chunks,
+    distribution_distance,
+    mean_loss,
+    mean_overlap,
+    text_loss,
+)
 from speculant.lab.training.network import (
     decoded_states,
     encoded_sources,
@@ -46,28 +61,10 @@ _POOL = 32  # batches whose pairs are sorted by length together, so that a batch
 _NO_TOKEN = -1
 
 
-@dataclass(frozen=True)
-class PairTexts:
-    """Sources and targets, before they are tokens."""
-
-    sources: Sequence[str]
-    targets: Sequence[str]
-
-    def split(self) -> tuple[PairTexts, PairTexts]:
-        """Return the pairs to train on, and those that are held out."""
-        out = [is_held_out(source) for source in self.sources]
-        return self._those(not each for each in out), self._those(out)
-
-    def _those(self, chosen: Iterable[bool]) -> PairTexts:
-        found = [pair for pair, take in zip(self.pairs(), chosen, strict=True) if take]
-        return PairTexts([source for source, _ in found], [target for _, target in found])
-
-    def pairs(self) -> Iterable[tuple[str, str]]:
-        """Return the pairs."""
-        return zip(self.sources, self.targets, strict=True)
+TextPairs = Sequence[tuple[str, str]]  # sources and their targets
 
 
-def read_texts(sources: Path, targets: Path) -> PairTexts:
+def read_texts(sources: Path, targets: Path) -> TextPairs:
     """Read a text from each line, in a .jsonl file as a JSON string. Raises ConfigError unless each has a target.
 
     A pair without a source or a target is left out.
@@ -81,7 +78,7 @@ def read_texts(sources: Path, targets: Path) -> PairTexts:
     whole = [pair for pair in zip(*found, strict=True) if all(pair)]
     if not whole:
         raise ConfigError(f"{sources} and {targets} have no pairs", "write a source and its target on the same line.")
-    return PairTexts([source for source, _ in whole], [target for _, target in whole])
+    return whole
 
 
 def _lines(path: Path) -> list[str]:
@@ -114,14 +111,13 @@ class Pairs:
         self._sources, self._targets, self._end = sources, targets, end
 
     @classmethod
-    def of(cls, texts: PairTexts, tokenizer: Tokenizer, source_tokens: int, target_tokens: int) -> Pairs:
+    def of(cls, texts: TextPairs, tokenizer: Tokenizer, source_tokens: int, target_tokens: int) -> Pairs:
         """Tokenise texts; sources and targets with more tokens are cut."""
         end = end_of_text(tokenizer)
-        sources, targets = (
-            _encoded(tokenizer, texts, most, end)
-            for texts, most in ((texts.sources, source_tokens), (texts.targets, target_tokens))
+        sources, targets = zip(*texts, strict=True)
+        return cls(
+            _encoded(tokenizer, sources, source_tokens, end), _encoded(tokenizer, targets, target_tokens, end), end
         )
-        return cls(sources, targets, end)
 
     def __len__(self) -> int:
         """Return the number of pairs."""
@@ -227,7 +223,8 @@ class Seq2SeqRun(TrainingRun[Seq2SeqConfig, Seq2SeqOutcome]):
         with doing("Reading the pairs"):
             texts = read_pairs(config)
         with doing("Making the tokenizer"):
-            tokenizer = choose_tokenizer(config, texts[0])
+            train = partial(train_end_tokenizer, texts[0], config.vocab_size)
+            tokenizer = choose_tokenizer(config.out, config.teacher or config.tokenizer, train)
         with doing("Tokenising"):
             lengths = config.source_tokens, config.target_tokens
             return Seq2SeqData(tokenizer, *(Pairs.of(each, tokenizer, *lengths) for each in texts))
@@ -241,7 +238,9 @@ class Seq2SeqRun(TrainingRun[Seq2SeqConfig, Seq2SeqOutcome]):
             _check_teacher(teacher, data.tokenizer)
             project_embedding(model, teacher)
         model.to(config.device)
-        return self._trainer(
+        return Trainer(
+            config,
+            self.folder,
             model,
             PairBatches(data.training, config.batch, config.seed),
             PairObjective(data.training, teacher),
@@ -294,32 +293,27 @@ class Seq2SeqRun(TrainingRun[Seq2SeqConfig, Seq2SeqOutcome]):
         ]
 
 
-def read_pairs(config: Seq2SeqConfig) -> tuple[PairTexts, PairTexts]:
+def read_pairs(config: Seq2SeqConfig) -> tuple[TextPairs, TextPairs]:
     """Read the pairs to train on, and the held-out ones."""
     texts = read_texts(config.sources, config.targets)
     if config.held_out_sources is None or config.held_out_targets is None:
-        training, held_out = texts.split()
+        training, held_out = ([pair for pair in texts if is_held_out(pair[0]) == out] for out in (False, True))
     else:
         training, held_out = texts, read_texts(config.held_out_sources, config.held_out_targets)
-    if not held_out.sources:
+    if not held_out:
         raise ConfigError(
-            f"none of the {len(texts.sources)} pairs falls under the held-out rule",
+            f"none of the {len(texts)} pairs falls under the held-out rule",
             "add pairs, as one in fifty is held out, or give --held-out-sources and --held-out-targets.",
         )
     return training, held_out
 
 
-def choose_tokenizer(config: Seq2SeqConfig, training: PairTexts) -> Tokenizer:
-    """Load the teacher's, the given or the run's own tokenizer, or train one. It adds the end token to each text."""
-    own = config.out / "tokenizer.json"
-    given = config.teacher or config.tokenizer or (config.out if own.exists() else None)
-    if given:
-        return load_tokenizer(given)
-    tokenizer = train_tokenizer((text for pair in training.pairs() for text in pair), config.vocab_size)
+def train_end_tokenizer(training: TextPairs, vocab_size: int) -> Tokenizer:
+    """Train a tokenizer that adds the end token to each text."""
+    tokenizer = train_tokenizer((text for pair in training for text in pair), vocab_size)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {END_OF_TEXT}", special_tokens=[(END_OF_TEXT, end_of_text(tokenizer))]
     )
-    tokenizer.save(str(own))
     return tokenizer
 
 
@@ -350,35 +344,28 @@ def states_of_pairs(model: Decoder, batch: PairBatch) -> Tensor:
     return decoded_states(model, batch.inputs, encoded, batch.lengths)[batch.real]
 
 
-@torch.inference_mode()
 def loss_of_pairs(model: Decoder, pairs: Pairs, watch: Watch | None = None, most: int | None = None) -> float:
     """Return the mean cross-entropy, in nats per token, of the targets; most: of this many pairs, None = all."""
-    total, count, head = 0.0, 0, OutputHead.of(model)
-    groups = pairs.places(_AT_A_TIME)
-    for done, places in enumerate(groups[:: 1 if most is None else max(1, len(pairs) // most)], start=1):
-        batch = pairs.tensors(places, model.lm_head.weight.device)
-        hidden = states_of_pairs(model, batch)
-        for rows in chunks(len(hidden)):
-            total += float(functional.cross_entropy(head.logits(hidden[rows]), batch.tokens[rows], reduction="sum"))
-        count += len(hidden)
-        if watch:
-            watch(done / len(groups))
-    return total / count
+    return mean_loss(_predicted([model], pairs, watch, most))
 
 
-@torch.inference_mode()
 def overlap_of_pairs(target: Decoder, draft: Decoder, pairs: Pairs) -> Overlap:
     """Compare two models' distributions at each token of the targets."""
-    models = (target, draft)
+    return mean_overlap(_predicted([target, draft], pairs))
 
-    def logits() -> Iterator[list[Tensor]]:
-        for places in pairs.places(_AT_A_TIME):
-            batch = pairs.tensors(places, draft.lm_head.weight.device)
-            states = [states_of_pairs(model, batch) for model in models]
-            for rows in chunks(len(batch.tokens)):
-                yield [OutputHead.of(model).logits(own[rows]) for model, own in zip(models, states, strict=True)]
 
-    return mean_overlap(logits())
+def _predicted(
+    models: Sequence[Decoder], pairs: Pairs, watch: Watch | None = None, most: int | None = None
+) -> Iterator[Predicted]:
+    groups = pairs.places(_AT_A_TIME)
+    for done, places in enumerate(groups[:: 1 if most is None else max(1, len(pairs) // most)], start=1):
+        batch = pairs.tensors(places, models[0].lm_head.weight.device)
+        states = [states_of_pairs(model, batch) for model in models]
+        for rows in chunks(len(batch.tokens)):
+            logits = [OutputHead.of(model).logits(own[rows]) for model, own in zip(models, states, strict=True)]
+            yield logits, batch.tokens[rows]
+        if watch:
+            watch(done / len(groups))
 
 
 def t5_config(config: Seq2SeqConfig, tokenizer: Tokenizer) -> dict[str, Any]:

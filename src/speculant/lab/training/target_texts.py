@@ -184,20 +184,20 @@ Write = Callable[[int, int], list[list[int]]]  # the first text's number, the nu
 Continue = Callable[[Sequence[list[int]], Sequence[int], int], list[list[int]]]
 
 
-def prepare_texts(plan: TargetRunConfig, hidden_size: int, show: Show = SILENT, layers: Sequence[int] = ()) -> None:
-    """Let the target write missing texts, and compute missing hidden states.
+def prepare_texts(plan: TargetRunConfig, target: CausalLM, show: Show = SILENT, layers: Sequence[int] = ()) -> Texts:
+    """Return a run's texts, after the target has written missing ones and computed missing hidden states.
 
-    hidden_size: the target's. layers: see `open_texts`. An interrupted run keeps the texts that it has written.
+    layers: see `open_texts`. An interrupted run keeps the texts that it has written.
     """
-    count = wanted_texts(plan, hidden_size * (1 + len(layers)))
-    if count is None and not missing_states(plan.out, hidden_size, layers):
-        return
-    with show.doing("Loading the target"):
-        llm = LLM(plan.target, max_model_len=plan.seq, max_num_seqs=_SEQUENCES, seed=plan.seed)
-    if count is not None:
-        _write_texts(llm, plan, count, show)
-    with show.watched("Computing hidden states") as watch:
-        open_texts(plan.out, llm.checkpoint.model, watch, layers)
+    count = wanted_texts(plan, target.hidden_size * (1 + len(layers)))
+    if count is not None or missing_states(plan.out, target.hidden_size, layers):
+        with show.doing("Loading the target"):
+            llm = LLM(plan.target, max_model_len=plan.seq, max_num_seqs=_SEQUENCES, seed=plan.seed)
+        if count is not None:
+            _write_texts(llm, plan, count, show)
+        with show.watched("Computing hidden states") as watch:
+            open_texts(plan.out, llm.checkpoint.model, watch, layers)
+    return open_texts(plan.out, target, layers=layers)
 
 
 def _write_texts(llm: LLM, plan: TargetRunConfig, count: int, show: Show) -> None:
@@ -205,9 +205,9 @@ def _write_texts(llm: LLM, plan: TargetRunConfig, count: int, show: Show) -> Non
     with show.doing("Reading prompts"):
         write = _conversations(llm, plan, count) if plan.chat else _continuations(llm, plan, count)
     with show.watched("The target writes texts") as watch, PartialTexts.open(plan, count) as kept:
-        for first in range(len(kept), count, _AT_A_TIME):
+        for first in range(len(kept.texts), count, _AT_A_TIME):
             kept.add(write(first, min(_AT_A_TIME, count - first)))
-            watch(len(kept) / count)
+            watch(len(kept.texts) / count)
         kept.finish()
 
 
@@ -392,7 +392,8 @@ class PartialTexts:
 
         Raises ConfigError if the file can't be read, or if its texts are those of another plan.
         """
-        path, wanted = plan.out / PART, _header(plan, count)
+        own = {name: getattr(plan, name) for name in ("target", "seq", "temperature", "chat", "seed")}
+        path, wanted = plan.out / PART, {"count": count, "data": [plan.suffix, *map(str, plan.data)], **own}
         whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
         try:
             known, *texts = [json.loads(line) for line in whole.splitlines()] or [wanted]
@@ -407,9 +408,6 @@ class PartialTexts:
             file.write("" if whole else f"{json.dumps(wanted)}\n")
             yield cls(plan, file, texts)
 
-    def __len__(self) -> int:
-        return len(self.texts)
-
     def add(self, texts: Sequence[list[int]]) -> None:
         """Append texts."""
         self.texts += texts
@@ -420,9 +418,3 @@ class PartialTexts:
         """Write the run's texts in their final form, see `save_texts`, and drop the file."""
         save_texts(self.plan.out, self.texts, self.plan.seq, self.plan.seed)
         (self.plan.out / PART).unlink()
-
-
-def _header(plan: TargetRunConfig, count: int) -> dict[str, object]:
-    names = ("target", "seq", "temperature", "chat", "seed")
-    own = {name: getattr(plan, name) for name in names}
-    return {"count": count, "data": [plan.suffix, *map(str, plan.data)], **own}

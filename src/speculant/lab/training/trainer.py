@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from speculant.errors import ConfigError
-from speculant.lab.training.config import RunConfig, TrainingSchedule
+from speculant.lab.training.config import RunConfig
 from speculant.models import Decoder
 
 FILE_NAME = "checkpoint.pt"
@@ -37,37 +37,6 @@ class RunState:
     step: int = 0
     elapsed: float = 0.0  # seconds of training, over all sessions
     losses: list[float] = field(default_factory=list)  # one a step, nats a token
-
-
-def save_checkpoint(folder: Path, run: dict[str, Any], state: RunState, model: Any, optimizer: Any) -> None:
-    """Write the state of a run; the new file replaces the old one atomically, so a complete one always exists.
-
-    run: the settings that must not change between sessions.
-    """
-    content = {"run": run, "state": vars(state), "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    temporary = folder / (FILE_NAME + ".part")
-    torch.save(content, temporary)
-    os.replace(temporary, folder / FILE_NAME)
-
-
-def load_checkpoint(folder: Path, run: dict[str, Any], model: Any, optimizer: Any) -> RunState:
-    """Restore model and optimizer in place and return the progress of the run.
-
-    Raises ConfigError if there is no checkpoint, or if it was made with other settings.
-    """
-    path = folder / FILE_NAME
-    if not path.is_file():
-        raise ConfigError(f"there is no {FILE_NAME} in {folder}", "leave out --resume to start afresh.")
-    content = torch.load(path, map_location="cpu", weights_only=True)
-    changed = sorted(key for key in run if content["run"].get(key) != run[key])
-    if changed:
-        raise ConfigError(
-            f"{path} was made with other settings: {', '.join(changed)}",
-            "repeat the settings of the first run, or start afresh in another folder.",
-        )
-    model.load_state_dict(content["model"])
-    optimizer.load_state_dict(content["optimizer"])
-    return RunState(**content["state"])
 
 
 @dataclass(frozen=True)
@@ -100,36 +69,60 @@ class Objective(Protocol):
         ...
 
 
-@dataclass
 class Trainer:
     """A model in training. `run` is a generator, so the caller can report progress and stop.
 
-    measure: measures the model on held-out data after each checkpoint but the last; None = nothing is measured.
+    model: the nn.Module of the objective. folder: of the checkpoint. rates: the peak learning rates of matrices and of
+    all else. settings: those that a resumed run must repeat. measure: measures the model on held-out data after each
+    checkpoint but the last; None = nothing is measured.
     """
 
-    model: Any  # the nn.Module of the objective
-    windows: Batches
-    objective: Objective
-    optimizer: Optimizer
-    schedule: TrainingSchedule
-    batch_size: int  # windows per step
-    folder: Path
-    settings: dict[str, Any]  # a resumed run must repeat them
-    save_every: float = 300.0  # seconds
-    clock: Callable[[], float] = time.monotonic
-    measure: Callable[[], str] | None = None
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        model: Any,
+        windows: Batches,
+        objective: Objective,
+        rates: tuple[float, float],
+        settings: dict[str, Any],
+        measure: Callable[[], str] | None = None,
+    ) -> None:
+        self.model, self.windows, self.objective = model, windows, objective
+        self.settings, self.measure, self.state = settings, measure, RunState()
+        self.save_every, self.clock = 60 * config.save_minutes, time.monotonic  # seconds
+        self._optimizer, self._schedule, self._batch_size = Optimizer(model, *rates), config.schedule, config.batch
+        self._file = folder / FILE_NAME
 
-    def __post_init__(self) -> None:
-        self.state = RunState()
+    def save(self) -> None:
+        """Write a checkpoint; it replaces the one before atomically, so a complete one always exists."""
+        parts = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        temporary = self._file.with_name(FILE_NAME + ".part")
+        torch.save({"run": self.settings, "state": vars(self.state), **parts}, temporary)
+        os.replace(temporary, self._file)
 
     def resume(self) -> None:
-        """Resume from the checkpoint in the run's folder."""
-        self.state = load_checkpoint(self.folder, self.settings, self.model, self.optimizer)
+        """Resume from the checkpoint in the run's folder.
+
+        Raises ConfigError if there is none, or if it was made with other settings.
+        """
+        if not self._file.is_file():
+            raise ConfigError(f"there is no {FILE_NAME} in {self._file.parent}", "leave out --resume to start afresh.")
+        content = torch.load(self._file, map_location="cpu", weights_only=True)
+        changed = sorted(key for key in self.settings if content["run"].get(key) != self.settings[key])
+        if changed:
+            raise ConfigError(
+                f"{self._file} was made with other settings: {', '.join(changed)}",
+                "repeat the settings of the first run, or start afresh in another folder.",
+            )
+        self.model.load_state_dict(content["model"])
+        self._optimizer.load_state_dict(content["optimizer"])
+        self.state = RunState(**content["state"])
 
     def run(self) -> Iterator[TrainingReport]:
         """Train until the schedule ends; report every step, and save every `save_every` seconds and at the end."""
         saved = self.state.elapsed
-        while (progress := self.schedule.progress(self.state.step, self.state.elapsed)) < 1.0:
+        while (progress := self._schedule.progress(self.state.step, self.state.elapsed)) < 1.0:
             report = self._step(progress)
             if self.state.elapsed - saved >= self.save_every:
                 saved = self.state.elapsed
@@ -143,16 +136,12 @@ class Trainer:
         recent = self.state.losses[-steps:]
         return sum(recent) / len(recent) if recent else math.nan
 
-    def save(self) -> None:
-        """Write a checkpoint."""
-        save_checkpoint(self.folder, self.settings, self.state, self.model, self.optimizer)
-
     def _step(self, progress: float) -> TrainingReport:
         begun = self.clock()
-        windows = self.windows.batch(self.state.step * self.batch_size, self.batch_size)
+        windows = self.windows.batch(self.state.step * self._batch_size, self._batch_size)
         loss = self.objective.loss(self.model, windows, progress)
         loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step(self.schedule.factor(self.state.step, progress))
+        self._optimizer.step(self._schedule.factor(self.state.step, progress))
         value = loss.item()  # waits for a GPU
         seconds = self.clock() - begun
         self.state.step += 1
@@ -245,29 +234,6 @@ class TrainingRun(ABC, Generic[C, M]):
     @abstractmethod
     def summary(self, outcome: M) -> list[str]:
         """Return an outcome in lines for people."""
-
-    def _trainer(
-        self,
-        model: nn.Module,
-        data: Batches,
-        objective: Objective,
-        rates: tuple[float, float],
-        settings: dict[str, Any],
-        measure: Callable[[], str] | None = None,
-    ) -> Trainer:
-        """Return a trainer. rates: the peak learning rates of matrices and of all else. settings, measure: its own."""
-        return Trainer(
-            model=model,
-            windows=data,
-            objective=objective,
-            optimizer=Optimizer(model, *rates),
-            schedule=self.config.schedule,
-            batch_size=self.config.batch,
-            folder=self.folder,
-            settings=settings,
-            save_every=60 * self.config.save_minutes,
-            measure=measure,
-        )
 
 
 def model_card(
