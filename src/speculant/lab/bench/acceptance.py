@@ -17,7 +17,7 @@ from speculant.cache import MEASURED, Source, slotted_cache
 from speculant.config import EngineConfig
 from speculant.drafting import fit_vocabulary
 from speculant.kernels import Sampler
-from speculant.lab.theory.acceptance import acceptance
+from speculant.lab.theory import acceptance
 from speculant.metrics import SpeculationMetrics
 from speculant.models import (
     CausalLM,
@@ -57,7 +57,7 @@ class TextAcceptance:
     """Acceptance of a draft model along one text of T output tokens.
 
     overlap [T]: sum over the vocabulary of min(p, q), the probability that a drafted token is accepted there
-    (`lab.theory.acceptance.acceptance`). given [T]: min(1, q / p) at the output token (`lab/theory/speedup.py`).
+    (`lab.theory.acceptance`). given [T]: min(1, q / p) at the output token (`lab/theory/speedup.py`).
     """
 
     overlap: Array

@@ -97,7 +97,7 @@ class Candidate:
 class SpeedPrediction:
     """The prediction for a draft model in one type: speeds, and tokens per pass, by length from 0 on.
 
-    correlation: of the acceptance of neighbours (`lab/theory/acceptance.py`); None = not known. rates: the probability
+    correlation: of the acceptance of neighbours (`lab/theory/speedup.py`); None = not known. rates: the probability
     that a node gains a token if the nodes before it did, for drafts in which it differs from node to node.
     """
 

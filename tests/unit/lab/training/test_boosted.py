@@ -198,7 +198,11 @@ def test_each_draft_begins_with_the_weights_before(
 
 
 def test_errors_are_raised_before_a_run(tmp_path: Path, target_folder: str) -> None:
-    for changes, reason in (({"boosted": 0}, "boosted=0"), ({"heads": 3}, "heads"), ({"steps": None}, "needs an end")):
+    for changes, reason in (
+        ({"boosted": 0}, "--boosted is 0"),
+        ({"heads": 3}, "heads"),
+        ({"steps": None}, "needs an end"),
+    ):
         with pytest.raises(ConfigError, match=reason):
             config_of(tmp_path, target_folder, **changes)
     config = config_of(tmp_path, target_folder)

@@ -21,6 +21,7 @@ from speculant.drafting.heads import eagle3, page
 from speculant.errors import ConfigError
 from speculant.files import read_json
 from speculant.lab.training import (
+    KINDS,
     HeadRun,
     HeadTrainingConfig,
     Optimizer,
@@ -29,8 +30,6 @@ from speculant.lab.training import (
     Texts,
     Trainer,
     distances,
-    kind_names,
-    load_kind,
     look_ahead_states,
     most_texts,
     open_texts,
@@ -120,7 +119,7 @@ def test_a_short_output_head_learns_the_target_among_its_tokens() -> None:
 def new_objective(kind: str, folder: Path, target: Decoder, **changes: Any) -> tuple[RoundsObjective, Texts]:
     """Return an untrained head that continues its own states, and three texts."""
     save_texts(folder, torch.randint(0, 250, (3, SEQ), generator=torch.Generator().manual_seed(0)).tolist(), SEQ, 0)
-    objective = load_kind(kind).make(config_of(folder, "target", kind, **changes), target)
+    objective = KINDS[kind].make(config_of(folder, "target", kind, **changes), target)
     assert isinstance(objective, RoundsObjective)
     texts = open_texts(folder, target, layers=objective.layers)
     objective.use(texts)
@@ -235,7 +234,7 @@ def test_a_folder_has_the_measured_acceptance(
 @pytest.mark.parametrize(("kind", "size"), [("eagle", 40), ("eagle3", 10**6)])
 def test_a_short_output_head_has_its_limits(kind: str, size: int, tmp_path: Path, target: Decoder) -> None:
     with pytest.raises(ConfigError, match="draft_vocab|output head"):
-        load_kind(kind).make(config_of(tmp_path, "target", kind, draft_vocab=size), target)
+        KINDS[kind].make(config_of(tmp_path, "target", kind, draft_vocab=size), target)
 
 
 def test_texts_stay_within_the_bound() -> None:
@@ -247,13 +246,13 @@ def test_texts_stay_within_the_bound() -> None:
 def test_every_kind_is_a_method() -> None:
     from speculant import plugins
 
-    assert set(kind_names()) <= set(plugins.names("speculant.drafting"))
+    assert set(KINDS) <= set(plugins.names("speculant.drafting"))
     with pytest.raises(ConfigError, match="did you mean 'eagle'"):
         config_of(Path("out"), "demo", "eagel")
 
 
 @pytest.mark.slow  # quick tests run the command on conversations, and all else that this does in one process
-@pytest.mark.parametrize("kind", kind_names())
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_a_run_makes_a_head_that_drafts(kind: str, tmp_path: Path, target_folder: str, corpus_folder: Path) -> None:
     """From prompts to a folder for an engine, in one session and in two."""
     arguments = [
@@ -318,7 +317,7 @@ def test_a_head_is_trained_for_a_gguf_file(tmp_path: Path, target_folder: str, c
     assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
 
 
-@pytest.mark.parametrize("case", cases_with(kind_names(), QUICK))
+@pytest.mark.parametrize("case", cases_with(list(KINDS), QUICK))
 def test_a_head_is_trained_for_any_family(case: tuple[str, str, str], tmp_path: Path) -> None:
     family, variant, kind = case
     settings = tuple(VARIANTS.get(family, {}).get(variant, {}).items())
@@ -361,7 +360,7 @@ def test_look_ahead_learns_later_distributions(tmp_path: Path, target: Decoder, 
     """Row t is compared with the target's state t tokens later; the embeddings alone have gradients."""
     save_texts(tmp_path, [torch.randint(0, 250, (SEQ,)).tolist() for _ in range(3)], SEQ, 0)
     texts = open_texts(tmp_path, target)
-    objective = load_kind("pass").make(config_of(tmp_path, target_folder, "pass"), target)
+    objective = KINDS["pass"].make(config_of(tmp_path, target_folder, "pass"), target)
     objective.use(texts)
     made, own = objective.predicted(torch.tensor([1]), 5)
     states = texts.states_of(torch.tensor([1]))[0]

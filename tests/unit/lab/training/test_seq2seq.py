@@ -25,8 +25,6 @@ from speculant.lab.training import (
     Seq2SeqRun,
     Trainer,
     begin_folder,
-    choose_tokenizer,
-    encoder_decoders,
     load_plain,
     loss_of_pairs,
     overlap_of_pairs,
@@ -193,10 +191,8 @@ def test_each_epoch_has_all_pairs_in_batches_of_one_length() -> None:
 
 
 def test_long_texts_are_cut_and_all_end(config: Seq2SeqConfig) -> None:
-    texts = read_pairs(replace(config, target_tokens=4))
     config.out.mkdir()
-    tokenizer = choose_tokenizer(config, texts[0])
-    pairs = Pairs.of(texts[0], tokenizer, 8, 4)
+    pairs = Seq2SeqRun(replace(config, target_tokens=4)).data.training
     batch = pairs.tensors(range(len(pairs)))
     assert batch.inputs.shape[1] == 4
     assert (batch.inputs[:, 0] == 0).all()
@@ -245,7 +241,7 @@ def test_pairs_with_an_empty_side_are_left_out(tmp_path: Path) -> None:
     sources, targets = tmp_path / "sources.txt", tmp_path / "targets.txt"
     sources.write_text("a\n\nb\u2028b\nc\n", encoding="utf-8")
     targets.write_text("A\nX\nB\n\n", encoding="utf-8")
-    assert list(read_texts(sources, targets).pairs()) == [("a", "A"), ("b\u2028b", "B")]
+    assert list(read_texts(sources, targets)) == [("a", "A"), ("b\u2028b", "B")]
     targets.write_text("\nX\n\n\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="have no pairs"):
         read_texts(sources, targets)
@@ -253,11 +249,11 @@ def test_pairs_with_an_empty_side_are_left_out(tmp_path: Path) -> None:
 
 def test_held_out_files_are_measured_only(config: Seq2SeqConfig, files: tuple[Path, Path]) -> None:
     training, held_out = read_pairs(replace(config, held_out_sources=files[0], held_out_targets=files[1]))
-    assert len(training.sources) == len(held_out.sources) == len(NUMBERS)
-    assert read_texts(*files).targets[7] == words("21")
+    assert len(training) == len(held_out) == len(NUMBERS)
+    assert read_texts(*files)[7][1] == words("21")
     split, out = read_pairs(config)
-    assert 0 < len(out.sources) < 20
-    assert not set(split.sources) & set(out.sources)
+    assert 0 < len(out) < 20
+    assert not set(split) & set(out)
 
 
 def test_the_command_trains_a_target_and_its_draft(files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -272,9 +268,8 @@ def test_the_command_trains_a_target_and_its_draft(files: tuple[Path, Path], tmp
     assert "sum min(p, q) with the target" in run.stderr
 
 
-def test_overlap_is_that_of_all_tokens(config: Seq2SeqConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several parts of a pass, of 256 tokens each, count together."""
-    monkeypatch.setattr(encoder_decoders, "_AT_A_TIME", 100)
+def test_overlap_is_that_of_all_tokens(config: Seq2SeqConfig) -> None:
+    """Several passes, some of them with more than the 256 tokens of a part, count together."""
     run, trainer = prepare(config)
     data = run.data
     _, other = prepare(replace(config, out=config.out.parent / "other", tokenizer=config.out, seed=2))
