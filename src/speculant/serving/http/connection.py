@@ -21,11 +21,9 @@ import h11
 from starlette.types import ASGIApp, Message, Scope
 from typing_extensions import override
 
-from speculant.serving.errors import ApiError, refusal, unavailable
-from speculant.serving.http.clients import network_of
-from speculant.serving.http.places import Connections, RoundRobin
+from speculant.serving.http.clients import Connections, RoundRobin, network_of
 from speculant.serving.options import PROBED_PATHS, ServerOptions
-from speculant.serving.wire import ABORT, event, raw_error
+from speculant.serving.wire import ABORT, ApiError, event, raw_error, refusal, unavailable
 
 logger = logging.getLogger(__name__)
 

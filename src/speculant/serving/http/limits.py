@@ -16,11 +16,9 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from speculant.serving.access_log import REQUEST_ID
-from speculant.serving.errors import ApiError, unavailable
 from speculant.serving.http.clients import API_KEY, USER, client_of, is_within, key_digest
 from speculant.serving.options import ServerOptions
-from speculant.serving.wire import error_response
+from speculant.serving.wire import REQUEST_ID, ApiError, error_response, unavailable
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _SEPARATORS = len(": \r\n")  # of a header

@@ -19,10 +19,16 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from speculant.errors import ConfigError
-from speculant.serving.http.clients import with_mapped
+from speculant.serving.http.clients import (
+    Connections,
+    Rarely,
+    RoundRobin,
+    bounded_connections,
+    provisional_connections,
+    with_mapped,
+)
 from speculant.serving.http.connection import Address, HttpConnection, Surroundings
 from speculant.serving.http.limits import NamedUsers
-from speculant.serving.http.places import Connections, Rarely, RoundRobin, bounded_connections, provisional_connections
 from speculant.serving.options import ServerOptions
 from speculant.serving.wire import raw_error
 

@@ -28,8 +28,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from speculant.params import SamplingParams
-from speculant.serving.errors import ApiError, refusal
 from speculant.serving.options import MOST_MESSAGES
+from speculant.serving.wire import ApiError, refusal
 
 T = TypeVar("T")
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone

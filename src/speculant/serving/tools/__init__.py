@@ -11,15 +11,20 @@ from json import loads
 from typing import Any
 
 from speculant import plugins
-from speculant.serving.tools.base import Delta, ReasoningDelta, TextDelta, ToolDelta, ToolParser, parse
-from speculant.serving.tools.schema import (
+from speculant.serving.tools.base import (
     CallShape,
+    Delta,
+    ReasoningDelta,
+    TextDelta,
     TokenId,
+    ToolDelta,
+    ToolParser,
     call_grammar,
     choose_tools,
     form_symbol,
     json_symbol,
     object_shape,
+    parse,
     read_tools,
 )
 from speculant.text import answer_in

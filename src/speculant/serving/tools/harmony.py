@@ -13,8 +13,20 @@ from typing import Self
 
 from typing_extensions import override
 
-from speculant.serving.tools.base import Emit, MalformedError, Script, ToolParser, read_object, skip_space
-from speculant.serving.tools.schema import CallShape, TokenId, Tool, check_word, literals, parameters
+from speculant.serving.tools.base import (
+    CallShape,
+    Emit,
+    MalformedError,
+    Script,
+    TokenId,
+    Tool,
+    ToolParser,
+    check_word,
+    literals,
+    parameters,
+    read_object,
+    skip_space,
+)
 
 _CHANNEL, _CONSTRAIN, _MESSAGE, _START = "<|channel|>", "<|constrain|>", "<|message|>", "<|start|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
