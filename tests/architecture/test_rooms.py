@@ -31,7 +31,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "sampling": (431, 4),
     "scale": (1970, 12),
     "scheduling": (1091, 4),
-    "serving": (8271, 29),
+    "serving": (8147, 29),
     "structured": (1819, 9),
     "text": (2627, 11),
     "verification": (610, 10),

@@ -34,7 +34,6 @@ from .http.limits import (
     BodyBytes as BodyBytes,
     Heads as Heads,
     NamedUsers as NamedUsers,
-    RequestIds as RequestIds,
     RequestLimits as RequestLimits,
 )
 from .http.server import Acceptor as Acceptor, Server as Server
@@ -115,16 +114,19 @@ from .records import (
     traces_url as traces_url,
 )
 from .state import LARGE as LARGE, Admission as Admission, ServerState as ServerState, TextLanes as TextLanes
-from .tools import call_schema as call_schema, find_format as find_format, find_parser as find_parser
+from .tools import find_format as find_format
 from .tools.base import (
     CallShape as CallShape,
     Delta as Delta,
     ReasoningDelta as ReasoningDelta,
     TextDelta as TextDelta,
     ToolDelta as ToolDelta,
+    ToolParser as ToolParser,
     call_grammar as call_grammar,
+    choose_tools as choose_tools,
     json_symbol as json_symbol,
     parse as parse,
+    read_tools as read_tools,
 )
 from .wire import (
     ABORT as ABORT,

@@ -23,7 +23,7 @@ from starlette.routing import Match, Route
 from speculant import __version__
 from speculant.engine import AsyncEngine
 from speculant.errors import SpeculantError
-from speculant.serving.http.limits import ApiKeys, Heads, RequestIds, RequestLimits, Sites
+from speculant.serving.http.limits import ApiKeys, Heads, RequestLimits, Sites
 from speculant.serving.openai.protocol import BODIES, Body
 from speculant.serving.openai.responses import ResponseRoutes
 from speculant.serving.openai.service import Routes, Service
@@ -121,9 +121,7 @@ def add_guards(app: FastAPI, options: ServerOptions, tracer: Tracer | None = Non
     reports: list[Report] = [] if tracer is None else [tracer]
     if options.access_log != "none":
         reports.append(AccessLog(options.access_log))
-    if reports:
-        app.add_middleware(RequestRecords, reports=reports)
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestRecords, reports=reports)
 
 
 def _add_routes(app: FastAPI, routes: Routes, responses: ResponseRoutes) -> None:

@@ -1,6 +1,6 @@
 """Records of requests, and what is made of them when the response has ended: a line of the access log, and a trace.
 
-A record is kept only if the access log or traces are switched on.
+The routes count in a record only if the access log or traces are switched on.
 
 A line has no key, no text of a prompt or an answer, and no query. Fields that a client chooses are bounded. In the form
 "text" they have no blanks, quotes or control characters, so that nobody can forge a line or a field.
@@ -26,6 +26,7 @@ import json
 import logging
 import re
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -33,7 +34,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from speculant.engine import StreamPiece
@@ -122,10 +123,16 @@ class RequestRecord:
 Report = Callable[[Scope, RequestRecord], None]
 
 
-class RequestRecords:
-    """Keeps a record of each request, and reports it when the response and its generation have ended."""
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
-    def __init__(self, app: ASGIApp, reports: Sequence[Report]) -> None:
+
+class RequestRecords:
+    """Gives each request and its response an X-Request-Id: the client's, or one made by the server.
+
+    It keeps a record of each request, and reports it when the response and its generation have ended.
+    """
+
+    def __init__(self, app: ASGIApp, reports: Sequence[Report] = ()) -> None:
         self._app, self._reports = app, reports
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,10 +140,16 @@ class RequestRecords:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = scope[RECORD] = RequestRecord(report=lambda: self._report(scope, record))
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = scope[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        record = RequestRecord(report=lambda: self._report(scope, record))
+        if self._reports:
+            scope[RECORD] = record
 
         async def send_noted(message: Message) -> None:
             record.note(message)
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
         try:
@@ -281,7 +294,7 @@ class Tracer:
             "llm_request",
             self._propagator.extract(given),
             SpanKind.SERVER,
-            {**_request(scope, record, record.params), **_figures(record), "gen_ai.response.model": self._model},
+            {**_attributes(scope, record, record.params), "gen_ai.response.model": self._model},
             start_time=record.time_ns,
         )
         if record.end in ("error", "aborted"):
@@ -315,14 +328,15 @@ def phases(record: RequestRecord) -> Iterator[Phase]:
     yield Phase("queue", timing.arrival, timing.started, {})
     if timing.first_token is not None:
         yield Phase("prompt", timing.started, timing.first_token, {"speculant.cached_tokens": metrics.cached_tokens})
-    sums: tuple[tuple[str, float, Mapping[str, Value]], ...] = (
+    sums: list[tuple[str, float, Mapping[str, Value]]] = [
         ("draft", timing.draft_s, {"speculant.drafted_tokens": spec.num_draft_tokens}),
         ("target pass", timing.pass_s, {}),
         ("verify", timing.verify_s - timing.pass_s, {"speculant.accepted_tokens": spec.num_accepted_draft_tokens}),
-    )
-    encoding: tuple[tuple[str, float, Mapping[str, Value]], ...] = (("encode", timing.encode_s, {}),)
+    ]
+    if timing.encode_s:
+        sums.insert(0, ("encode", timing.encode_s, {}))
     begin = timing.started
-    for name, seconds, attributes in (*(encoding if timing.encode_s else ()), *sums):
+    for name, seconds, attributes in sums:
         yield Phase(name, begin, begin + seconds, {"speculant.passes": timing.target_passes, **attributes})
         begin += seconds
 
@@ -332,49 +346,46 @@ def _longest(record: RequestRecord) -> RequestMetrics:
     return max((output.metrics for output in record.outputs), key=lambda metrics: metrics.timing.target_passes)
 
 
-def _request(scope: Scope, record: RequestRecord, params: SamplingParams) -> dict[str, Value]:
-    """Return the attributes of a request and its response."""
-    found: dict[str, Value] = {
+def _attributes(scope: Scope, record: RequestRecord, params: SamplingParams) -> dict[str, Value]:
+    """Return the attributes of a request and its response; times are in seconds."""
+    first = record.first_token
+    found: dict[str, Value | None] = {
         "gen_ai.request.id": scope.get(REQUEST_ID, ""),
         "gen_ai.request.n": params.n,
+        "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "http.request.method": scope["method"],
         "url.path": scope["path"],
         "http.response.status_code": record.status,
         "speculant.end": record.end,
+        "gen_ai.usage.prompt_tokens": record.prompt_tokens,
+        "gen_ai.usage.completion_tokens": record.generated_tokens,
+        "gen_ai.latency.e2e": record.seconds,
+        "gen_ai.latency.time_to_first_token": None if first is None else first - record.started,
+        **(_figures(record) if record.outputs else {}),
     }
-    return found if params.max_tokens is None else {**found, "gen_ai.request.max_tokens": params.max_tokens}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _figures(record: RequestRecord) -> dict[str, Value]:
-    """Return the attributes of a request's tokens and times, in seconds."""
-    found: dict[str, Value] = {"gen_ai.usage.completion_tokens": record.generated_tokens}
-    found["gen_ai.latency.e2e"] = record.seconds
-    if record.prompt_tokens is not None:
-        found["gen_ai.usage.prompt_tokens"] = record.prompt_tokens
-    if record.first_token is not None:
-        found["gen_ai.latency.time_to_first_token"] = record.first_token - record.started
-    if record.outputs:
-        found["gen_ai.usage.num_sequences"] = sum(len(output.outputs) for output in record.outputs)
-        spec = SpeculationMetrics.total(output.metrics.speculative_decoding for output in record.outputs)
-        found["speculant.drafted_tokens"] = spec.num_draft_tokens
-        found["speculant.accepted_tokens"] = spec.num_accepted_draft_tokens
-        found["speculant.cached_tokens"] = sum(output.metrics.cached_tokens for output in record.outputs)
-        found |= _latencies(_longest(record))
-    return found
-
-
-def _latencies(metrics: RequestMetrics) -> dict[str, Value]:
-    timing = metrics.timing
-    if timing.queue_s is None or timing.prompt_s is None:
-        return {}
-    return {
-        "gen_ai.latency.time_in_queue": timing.queue_s,
-        "gen_ai.latency.time_in_model_prefill": timing.prompt_s,
-        "gen_ai.latency.time_in_model_decode": timing.decode_s,
-        "gen_ai.latency.time_in_model_inference": timing.prompt_s + timing.decode_s,
+    """Return the attributes of the prompts that came to their end, and the phases of the longest."""
+    timing = _longest(record).timing
+    spec = SpeculationMetrics.total(output.metrics.speculative_decoding for output in record.outputs)
+    found: dict[str, Value] = {
+        "gen_ai.usage.num_sequences": sum(len(output.outputs) for output in record.outputs),
+        "speculant.drafted_tokens": spec.num_draft_tokens,
+        "speculant.accepted_tokens": spec.num_accepted_draft_tokens,
+        "speculant.cached_tokens": sum(output.metrics.cached_tokens for output in record.outputs),
     }
+    if timing.queue_s is not None and timing.prompt_s is not None:
+        found |= {
+            "gen_ai.latency.time_in_queue": timing.queue_s,
+            "gen_ai.latency.time_in_model_prefill": timing.prompt_s,
+            "gen_ai.latency.time_in_model_decode": timing.decode_s,
+            "gen_ai.latency.time_in_model_inference": timing.prompt_s + timing.decode_s,
+        }
+    return found
 
 
 def _ns(record: RequestRecord, reading: float) -> int:

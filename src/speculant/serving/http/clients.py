@@ -125,7 +125,7 @@ def with_mapped(networks: Iterable[str]) -> list[str]:
 
 _MOST = 4096  # connections by default, if the process may open more files
 _RESERVE = 64  # file descriptors that are left to the engine, to provisional places, and to connections that close
-_PROVISIONAL = 16
+PROVISIONAL = 16  # places beyond those of a server: each until the head of its connection's request
 _MINUTE = 60.0
 
 
@@ -283,11 +283,6 @@ def bounded_connections(options: ServerOptions) -> Connections:
     if most_per_address is None:
         most_per_address = max(1, most // 2)
     return Connections(most, most_per_address, options.trusted_proxies)
-
-
-def provisional_connections() -> Connections:
-    """Return the connections beyond a server's places: each has one provisionally, until the head of its request."""
-    return Connections(_PROVISIONAL, 0)
 
 
 class Rarely:

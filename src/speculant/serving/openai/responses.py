@@ -26,10 +26,8 @@ from speculant.serving.openai.protocol import ChatBody, FunctionCall, Generating
 from speculant.serving.openai.service import Job, Service
 from speculant.serving.openai.settings import Prompt, with_allowed_tools
 from speculant.serving.openai.store import ResponseStore, StoredItem, StoredResponse, Turn
-from speculant.serving.options import ServerOptions
 from speculant.serving.records import note_background
-from speculant.serving.tools import ReasoningDelta, TextDelta, ToolDelta
-from speculant.serving.tools.base import CUSTOM, CUSTOM_FIX
+from speculant.serving.tools.base import CUSTOM, CUSTOM_FIX, ReasoningDelta, TextDelta, ToolDelta
 from speculant.serving.wire import (
     ApiError,
     EventStream,
@@ -474,7 +472,7 @@ class ResponseRoutes:
             self.store.add(StoredResponse(answer.id, owner, *await _finished(answer, conversation)))
 
         before_end = keep if stores else None
-        job = Job(chat.body, chat.params, 1, prompts, answer, named_events=True, before_end=before_end)
+        job = Job(chat.body, prompts, answer, named_events=True, before_end=before_end)
         if body.background:
             return await self._begin(engine, request, job, conversation)
         return await service.answer(engine, request, job)
@@ -548,13 +546,14 @@ class ResponseRoutes:
         length = len(given) + (0 if previous is None else previous.length)
         if not length:
             raise refusal("input has no items.", "input")
-        if length > self._service.options.max_messages:
-            most = self._service.options.max_messages
+        if length > (most := self._service.options.max_messages):
             raise refusal(f"The conversation has {length} items and at most {most} are allowed.", "input")
         named = [] if isinstance(body.input, str) else [item for item in given if kind_of(item) == REFERENCE]
         references = [self._item(owner, reference_of(item)) for item in named]
         size = sum(len(item.data) for item in references) + (0 if previous is None else previous.total)
-        _check_size(size, self._service.options)
+        if size > (most := self._service.options.max_body_bytes):  # a body with the items could not be larger
+            text = f"The stored items have {size} bytes and a conversation may have at most {most}."
+            raise refusal(text, "previous_response_id", "too_long")
         return _Conversation(body, previous, {item.id: item for item in references}, size)
 
     def _previous(self, owner: str, response_id: str | None) -> Turn | None:
@@ -645,13 +644,6 @@ def _check_background(body: ResponseBody, stores: bool) -> None:
     if body.stream or body.stream_options is not None:
         text = "A response in the background is not streamed: read it by its id, and leave out stream."
         raise refusal(text, "stream", "unsupported_parameter")
-
-
-def _check_size(size: int, options: ServerOptions) -> None:
-    """Raise ApiError (400) if stored items are larger than a body with them could be."""
-    if size > options.max_body_bytes:
-        text = f"The stored items have {size} bytes and a conversation may have at most {options.max_body_bytes}."
-        raise refusal(text, "previous_response_id", "too_long")
 
 
 def _stored(items: Iterable[Item]) -> tuple[StoredItem, ...]:

@@ -70,7 +70,7 @@ from speculant.serving.wire import (
     unavailable,
     while_connected,
 )
-from speculant.types import ANYONE, Client
+from speculant.types import Client
 
 logger = logging.getLogger(__name__)
 
@@ -80,15 +80,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Job:
-    """One request that generates: its body and settings, how to make its prompts, and the shape of its answer.
+    """One request that generates: its body, how to make its prompts, and the shape of its answer.
 
     named_events: the stream has OpenAI's newer form, events with names. before_end: called once the answer is complete,
     before its end is sent.
     """
 
     body: GeneratingBody
-    params: SamplingParams
-    num_prompts: int
     make_prompts: Callable[[], Awaitable[Sequence[Prompt]]]
     answer: Answer
     named_events: bool = False
@@ -97,10 +95,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Chat:
-    """A request for a chat that was read: its body, its settings, and what its answer needs."""
+    """A request for a chat that was read: its body, and what its answer needs."""
 
     body: ChatBody
-    params: SamplingParams
     call: Call
     make_reader: Callable[[Prompt], MessageReader]
 
@@ -185,7 +182,7 @@ class Service:
 
         body, params = await self.apart(request, settings)
         reader = reader_for(tokenizer, body, name, params.structured_outputs is not None)
-        return Chat(body, params, self.call(engine, body, params), reader)
+        return Chat(body, self.call(engine, body, params), reader)
 
     @cached_property
     def texts(self) -> TokenTexts:
@@ -210,19 +207,19 @@ class Service:
 
     async def chunks(self, engine: AsyncEngine, request: Request, job: Job) -> AsyncGenerator[Sequence[Chunk], None]:
         """Yield the chunks of an answer while it is generated; its first chunks come with the first piece."""
-        samples, answer = job.num_prompts * job.params.n, job.answer
-        sequences = job.num_prompts * _num_sequences(job.params)
+        answer, params = job.answer, job.answer.call.params
+        num_prompts = len(answer.outputs)
         record: RequestRecord | None = request.scope.get(RECORD)
         if record is not None:
-            record.params = job.params
-        places = self.state.admission.admit(sequences, self.client(request))
-        with places, RequestMeter(self.metrics, samples, job.params, record) as meter:
-            work = await self._work(engine, request, job)
-            answer.prompts = work.prompts
+            record.params = params
+        places = self.state.admission.admit(num_prompts * _num_sequences(params), self.client(request))
+        with places, RequestMeter(self.metrics, num_prompts * params.n, params, record) as meter:
+            prompts = answer.prompts = await job.make_prompts()
+            streams = await self._streams(engine, request, job)
             if record is not None:
-                record.prompt_tokens = sum(each.num_tokens for each in work.prompts)
-            waiting = answer.begin(work.prompts)
-            async with aclosing(run(engine, work, self.options, meter)) as pieces:
+                record.prompt_tokens = sum(each.num_tokens for each in prompts)
+            waiting = answer.begin(prompts)
+            async with aclosing(run(engine, streams, self.options, meter)) as pieces:
                 async for batch in pieces:
                     yield [*waiting, *(chunk for prompt, piece in batch for chunk in answer.feed(prompt, piece))]
                     waiting = []
@@ -231,14 +228,20 @@ class Service:
                 await job.before_end()
             yield last
 
-    async def _work(self, engine: AsyncEngine, request: Request, job: Job) -> Work:
-        prompts = await job.make_prompts()
-        params = await self.prompts(request).of_params(engine, job.params)
+    async def _streams(self, engine: AsyncEngine, request: Request, job: Job) -> dict[str, Pieces]:
+        """Return the pieces of each prompt, by the id of its request to the engine. Nothing has begun yet."""
+        params = await self.prompts(request).of_params(engine, job.answer.call.params)
         params = with_bounded_drafts(params, self.options.max_draft_tokens or engine.most_draft_tokens)
         salt = salt_of(request.scope, job.body.cache_salt)
-        request_id = f"{request.scope.get(REQUEST_ID, '')}:{uuid.uuid4().hex}"  # clients may repeat their ids
-        priority = self._priority(job.body)
-        return Work(request_id, prompts, params, priority, salt, self.client(request))
+        call = f"{request.scope.get(REQUEST_ID, '')}:{uuid.uuid4().hex}"  # clients may repeat their ids
+        client, priority = replace(self.client(request), call=call), self._priority(job.body)
+        return {
+            name: engine.stream(
+                prompt.given, params, request_id=name, priority=priority, cache_salt=salt, client=client
+            )
+            for place, prompt in enumerate(job.answer.prompts)
+            for name in (f"{call}-{place}",)
+        }
 
     def client(self, request: Request) -> Client:
         """Return the client that sent a request, with the weight that the operator gave its key."""
@@ -316,30 +319,23 @@ def error_event(error: ApiError, number: int, named: bool) -> bytes:
     return event({**value, "sequence_number": number}, "error")
 
 
-@dataclass(frozen=True)
-class Work:
-    """The prompts of one request, all with the same settings."""
-
-    request_id: str
-    prompts: Sequence[Prompt]
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str = ""
-    client: Client = ANYONE
-
-
+Pieces = AsyncGenerator[StreamPiece, None]
 Numbered = tuple[int, StreamPiece]  # the number of a prompt, and a piece of one of its samples
 
 
 async def run(
-    engine: AsyncEngine, work: Work, options: ServerOptions, meter: RequestMeter
+    engine: AsyncEngine, streams: Mapping[str, Pieces], options: ServerOptions, meter: RequestMeter
 ) -> AsyncGenerator[Sequence[Numbered], None]:
     """Yield the pieces of all prompts as they are committed, in batches. Closing the iterator aborts the request.
 
+    streams: the pieces of each prompt, by the id of its request to the engine.
     Raises ApiError for a missed deadline, and the errors of `AsyncEngine.stream`; of several errors the first.
     """
     arrived: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue()
-    readers = [asyncio.create_task(_read(engine, work, place, options, arrived)) for place in range(len(work.prompts))]
+    readers = [
+        asyncio.create_task(_read(engine, place, *stream, options, arrived))
+        for place, stream in enumerate(streams.items())
+    ]
     try:
         left = len(readers)
         while left:
@@ -364,21 +360,13 @@ async def run(
 
 async def _read(
     engine: AsyncEngine,
-    work: Work,
     place: int,
+    request_id: str,
+    pieces: Pieces,
     options: ServerOptions,
     arrived: asyncio.Queue[Numbered | Exception | None],
 ) -> None:
     """Put a prompt's pieces into the queue, then None or the error that ended it."""
-    request_id = f"{work.request_id}-{place}"
-    pieces = engine.stream(
-        work.prompts[place].given,
-        work.params,
-        request_id=request_id,
-        priority=work.priority,
-        cache_salt=work.cache_salt,
-        client=replace(work.client, call=work.request_id),
-    )
     try:
         async with asyncio.timeout(options.request_timeout), aclosing(pieces):
             piece: StreamPiece | None = await _first(engine, pieces, request_id, options)
@@ -401,9 +389,7 @@ def _check_output(piece: StreamPiece | None) -> None:
         raise SpeculantError(problem, fix)
 
 
-async def _first(
-    engine: AsyncEngine, pieces: AsyncGenerator[StreamPiece, None], request_id: str, options: ServerOptions
-) -> StreamPiece | None:
+async def _first(engine: AsyncEngine, pieces: Pieces, request_id: str, options: ServerOptions) -> StreamPiece | None:
     """Return the first piece; raises ApiError if the queue or the first token takes too long."""
     waiting = asyncio.ensure_future(anext(pieces, None))
     queue, total = options.queue_timeout, options.first_token_timeout
@@ -437,8 +423,7 @@ class Routes:
         params = await service.apart(request, lambda: completion_params(engine, body))
         call, echo = service.call(engine, body, params, count), bool(body.echo)
         answer = CompletionAnswer(call, count, echo, answers=body.max_tokens != 0)
-        job = Job(body, params, count, lambda: prompts.of_completion(engine, body), answer)
-        return await service.answer(engine, request, job)
+        return await service.answer(engine, request, Job(body, lambda: prompts.of_completion(engine, body), answer))
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
@@ -450,7 +435,7 @@ class Routes:
         async def prompts() -> list[Prompt]:
             return [await service.prompts(request).of_chat(engine, chat.body)]
 
-        return await service.answer(engine, request, Job(chat.body, chat.params, 1, prompts, answer))
+        return await service.answer(engine, request, Job(chat.body, prompts, answer))
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a prompt or of messages."""

@@ -29,16 +29,8 @@ from speculant.serving.openai.protocol import (
 )
 from speculant.serving.options import ServerOptions
 from speculant.serving.state import TextLanes
-from speculant.serving.tools import (
-    TokenId,
-    ToolParser,
-    call_grammar,
-    call_schema,
-    choose_tools,
-    find_format,
-    form_symbol,
-    read_tools,
-)
+from speculant.serving.tools import find_format
+from speculant.serving.tools.base import TokenId, ToolParser, call_grammar, choose_tools, form_symbol, read_tools
 from speculant.serving.wire import refusal, timed_out
 from speculant.structured import StructuredOutputs
 from speculant.text import TAGS, Tokenizer, TokenOffsets, find_tags
@@ -228,7 +220,8 @@ def with_tools(tokenizer: Tokenizer, params: SamplingParams, body: ChatBody, nam
     if required and form is not None:
         raise refusal("tool_choice and the form of the answer are both given: keep one.", "tool_choice")
     choice, token_id = (body.tool_choice if required else None) or "required", partial(_added_id, tokenizer)
-    shapes = call_schema(body.tools or (), choice, template, name) if calls else []
+    chosen = choose_tools(read_tools(body.tools or ()), choice) if calls else []
+    shapes = [found.shape(tool, template) for tool in chosen]
     instead = None if form is None or body.continue_final_message else _symbols_of(form, found, token_id)
     if not required and instead is None:
         return params

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar, Self
 
+from typing_extensions import override
+
 from speculant.errors import RequestError, suggest
 from speculant.structured import GrammarSource, with_written_bounds
 
@@ -277,6 +279,10 @@ class Deltas:
         """End the newest call's arguments."""
         self.num_open -= 1
 
+    def plain(self, piece: str) -> None:
+        """Add text whose white space is kept, wherever it is."""
+        self._made.append(TextDelta(piece))
+
     def reasoning(self, piece: str) -> None:
         """Add to the reasoning."""
         self.end()
@@ -304,34 +310,14 @@ def _join(group: Sequence[Delta]) -> Delta:
     return ToolDelta(first.index, first.id, first.name, pieces)
 
 
-class ToolParser(ABC):
-    """Separates calls from text while both are generated. A format is a subclass, `Parser` in its module.
+class StreamParser(ABC):
+    """Reads a text while it is generated. Time is linear in the text, and the result does not depend on its pieces."""
 
-    marker: begins a call; "" = no marker. closing: may follow a call, and is left out. reads_all: the format also
-    separates reasoning, with and without tools. Time is linear in the text.
-    """
-
-    marker: ClassVar[str]
-    closing: ClassVar[str | None] = None
-    reads_all: ClassVar[bool] = False
-    reasons = False  # whether the text so far ends within reasoning
-    default_id: ClassVar[Callable[[], str]] = staticmethod(random_id)
-
-    def __init__(self, new_id: Callable[[], str] | None = None) -> None:
-        """new_id: makes the calls' ids; None = random ones."""
-        self._deltas = Deltas(new_id or type(self).default_id)
-        self._cursor = Cursor()
+    def __init__(self, new_id: Callable[[], str] = random_id) -> None:
+        """new_id: makes the calls' ids."""
+        self._deltas, self._cursor = Deltas(new_id), Cursor()
         self._script = self._read()
         next(self._script)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether a call's arguments have not ended."""
-        return self._deltas.num_open > 0
-
-    def after(self, prompt: str, calls: bool) -> Self:
-        """Return this parser, ready for the answer to a prompt. calls: it may have calls."""
-        return self
 
     def feed(self, text: str) -> list[Delta]:
         """Take more text; return the deltas that are now final. Only a possible beginning of a marker is held back."""
@@ -345,6 +331,37 @@ class ToolParser(ABC):
             self._script.send("")
         self._deltas.end()
         return self._deltas.fetch()
+
+    @abstractmethod
+    def _read(self) -> Script:
+        """Read the text; the first character is sent first."""
+
+
+class ToolParser(StreamParser):
+    """Separates calls from text while both are generated. A format is a subclass, `Parser` in its module.
+
+    marker: begins a call; "" = no marker. closing: may follow a call, and is left out. reads_all: the format also
+    separates reasoning, with and without tools.
+    """
+
+    marker: ClassVar[str]
+    closing: ClassVar[str | None] = None
+    reads_all: ClassVar[bool] = False
+    reasons = False  # whether the text so far ends within reasoning
+    default_id: ClassVar[Callable[[], str]] = staticmethod(random_id)
+
+    def __init__(self, new_id: Callable[[], str] | None = None) -> None:
+        """new_id: makes the calls' ids; None = random ones."""
+        super().__init__(new_id or type(self).default_id)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a call's arguments have not ended."""
+        return self._deltas.num_open > 0
+
+    def after(self, prompt: str, calls: bool) -> Self:
+        """Return this parser, ready for the answer to a prompt. calls: it may have calls."""
+        return self
 
     @classmethod
     def markers(cls) -> tuple[str, ...]:
@@ -380,15 +397,18 @@ class ToolParser(ABC):
     def _calls(self) -> Script:
         """Read the calls that follow a marker. Raises MalformedError; then the content of `_cursor.raw` is text."""
 
+    @override
     def _read(self) -> Script:
-        self._cursor.char = yield
+        cursor = self._cursor
+        cursor.char = yield
         yield from self._begin()
-        while self._cursor.char:
-            found = yield from self._search()
-            if found and found == self.marker:
+        while found := (yield from search(cursor, self.markers(), self._deltas.text)):
+            cursor.raw[:] = found
+            cursor.char = yield
+            if found == self.marker:
                 yield from self._attempt()
-            elif found and self._deltas.after_call:
-                self._cursor.raw.clear()
+            elif self._deltas.after_call:
+                cursor.raw.clear()
             self._release()
 
     def _begin(self) -> Script:
@@ -403,20 +423,6 @@ class ToolParser(ABC):
         """Output the characters that are not part of a call as text."""
         self._deltas.text("".join(self._cursor.raw))
         self._cursor.raw.clear()
-
-    def _search(self) -> Generator[None, str, str]:
-        """Output text up to a marker or a closing, which stays in `raw`. Return it, or "" at the end of the text."""
-        cursor, held, markers = self._cursor, "", self.markers()
-        while cursor.char:
-            held += cursor.char
-            while not any(marker.startswith(held) for marker in markers):
-                self._deltas.text(held[0])
-                held = held[1:]
-            cursor.raw[:] = held
-            cursor.char = yield
-            if held in markers:
-                return held
-        return ""
 
     def _call_object(self) -> Script:
         """Read `{"name": ..., "arguments": {...}}`; "parameters" is another name for arguments."""
@@ -479,7 +485,6 @@ def parse(parser: ToolParser, pieces: Iterable[str]) -> list[Delta]:
 Script = Generator[None, str, None]
 Emit = Callable[[str], None]
 
-_SPACE = frozenset(" \t\r\n")
 _DIGITS = frozenset("0123456789")
 _HEX = frozenset("0123456789abcdefABCDEF")
 _ESCAPES = frozenset('"\\/bfnrt')
@@ -498,6 +503,22 @@ class Cursor:
     def __init__(self) -> None:
         self.char = ""
         self.raw: list[str] = []
+
+
+def search(cursor: Cursor, tags: Sequence[str], emit: Emit) -> Generator[None, str, str]:
+    """Pass text on up to one of these tags, and return the tag before its last character is passed; "" at the end."""
+    held = ""
+    while cursor.char:
+        held += cursor.char
+        while held and not any(tag.startswith(held) for tag in tags):
+            emit(held[0])
+            held = held[1:]
+        if held in tags:
+            return held
+        cursor.char = yield
+    for char in held:
+        emit(char)
+    return ""
 
 
 def take(cursor: Cursor, emit: Emit, instead: str | None = None) -> Script:
@@ -523,7 +544,7 @@ def require(cursor: Cursor, text: str, emit: Emit = drop) -> Script:
 
 def skip_space(cursor: Cursor, emit: Emit = drop) -> Script:
     """Read white space, if there is any."""
-    while cursor.char in _SPACE:
+    while cursor.char and cursor.char in SPACE:
         yield from take(cursor, emit)
 
 
