@@ -31,9 +31,9 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "sampling": (431, 4),
     "scale": (1970, 12),
     "scheduling": (1091, 4),
-    "serving": (8298, 36),
-    "structured": (1759, 9),
-    "text": (2598, 12),
+    "serving": (8147, 29),
+    "structured": (1819, 9),
+    "text": (2627, 11),
     "verification": (610, 10),
 }
 

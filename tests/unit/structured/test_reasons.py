@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from speculant.errors import RequestError
-from speculant.serving import call_grammar, call_schema
+from speculant.serving import call_grammar, find_format, read_tools
 from speculant.structured import Grammars, Probed, ProbeLimits, StructuredOutputs
 from speculant.structured.grammars import _check_probe
 
@@ -59,7 +59,9 @@ def test_an_error_of_a_required_call_speaks_of_the_schema(
 ) -> None:
     inner = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
     tools = [{"type": "function", "function": {"name": "f", "parameters": inner}}]
-    grammar = call_grammar(call_schema(tools, "required"), lambda _: None, instead="%json {}")
+    found = find_format(None, "json")
+    assert found is not None
+    grammar = call_grammar(map(found.shape, read_tools(tools)), lambda _: None, instead="%json {}")
     try:
         grammars.compile(StructuredOutputs(grammar=grammar)).result()
     except RequestError as error:
