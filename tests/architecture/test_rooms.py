@@ -10,12 +10,12 @@ import pytest
 from tests.architecture.rooms import ROOT, USERS, defined, home, inner_imports, rooms, size
 
 SLACK = 0.05  # of a budget, which follows a room that shrinks
-INNER_IMPORTS = 170  # of names that two files of a room have, of names that are also a file's; may only fall
+INNER_IMPORTS = 166  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1199, 5),
     "cli": (2975, 12),
-    "drafting": (7196, 44),
+    "drafting": (7199, 44),
     "engine": (5121, 18),
     "kernels": (1612, 7),
     "lab.bench": (4356, 16),
@@ -23,11 +23,11 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lab.exactness": (1602, 7),
     "lab.fleet": (1229, 6),
     "lab.inflation": (1013, 8),
-    "lab.quantize": (942, 6),
+    "lab.quantize": (944, 6),
     "lab.theory": (581, 5),
     "lab.training": (4236, 31),
     "lengths": (1951, 9),
-    "models": (13455, 68),
+    "models": (13134, 68),
     "sampling": (431, 4),
     "scale": (1970, 12),
     "scheduling": (1091, 4),
