@@ -71,10 +71,19 @@ from speculant.lab.training import read_corpus, standard_library
 from speculant.models import Checkpoint, load_model, resolve_source
 from speculant.text import Tokenizer, read_prompts
 from tests.gguf_models import convert
-from tests.quantised_folders import Gptq, awq_config, awq_module, edit_config, gptq_module, is_linear, rounded
+from tests.quantised_folders import (
+    HF_FP8,
+    Gptq,
+    awq_config,
+    awq_module,
+    e4m3,
+    edit_config,
+    gptq_module,
+    is_linear,
+    rounded,
+)
 from tests.real.llama_cpp import BaseFile, LlamaCpp
 from tests.real.texts import pages
-from tests.scaled_folders import HF_FP8, e4m3
 
 SMOLLM2 = Path(os.environ.get("SPECULANT_REAL_MODELS") or cache_folder("models")) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPTS = Path(__file__).with_name("real_text.jsonl")

@@ -15,7 +15,7 @@ INNER_IMPORTS = 166  # of names that two files of a room have, of names that are
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1199, 5),
     "cli": (2975, 12),
-    "drafting": (7196, 44),
+    "drafting": (7199, 44),
     "engine": (5121, 18),
     "kernels": (1612, 7),
     "lab.bench": (4356, 16),
@@ -27,7 +27,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lab.theory": (569, 4),
     "lab.training": (3945, 12),
     "lengths": (1951, 9),
-    "models": (13455, 68),
+    "models": (13134, 68),
     "sampling": (431, 4),
     "scale": (1970, 12),
     "scheduling": (1091, 4),

@@ -606,7 +606,7 @@ def measure_speeds() -> Speeds:
     import torch
 
     from speculant.kernels import Op, Pass, Type, aligned, open_kernels
-    from speculant.models import choose, linear, measure_gains, timed_bytes
+    from speculant.models import choose, gains_of, linear, time_packings, timed_bytes
 
     kernels = open_kernels()
     weight, x = torch.ones(N, K, dtype=torch.bfloat16), torch.ones(1, K)
@@ -621,7 +621,7 @@ def measure_speeds() -> Speeds:
     packed, out = kernels.pack(Type.BF16, weight), torch.empty(1, N)
     ops = (Op * 1)(linear(packed, x, out))
     native = num_bytes / _best(lambda: kernels.run(ops, Pass(rows=1))) / 1e9
-    return Speeds(read, by_torch, native, choose(measure_gains(kernels, DEPTHS, timed_bytes())))
+    return Speeds(read, by_torch, native, choose(gains_of(time_packings(kernels, DEPTHS, timed_bytes()))))
 
 
 def _best(work: Callable[[], object]) -> float:

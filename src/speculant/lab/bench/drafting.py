@@ -56,7 +56,7 @@ from speculant.lab.bench.pair import (
 )
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
 from speculant.metrics import TimingMetrics
-from speculant.models import Checkpoint, RoundsHeads
+from speculant.models import Checkpoint, HeadHost
 from speculant.params import SamplingParams
 
 SIZES = (1, 2, 3, 4, 6, 8, LONGEST)  # nodes of the drafts whose acceptance and costs are measured
@@ -128,7 +128,7 @@ def variants_of(config: EngineConfig, target: Checkpoint) -> dict[str, Variant]:
         return {", ".join(f"{key} {value}" for key, value in each.items()): Variant(each) for each in found}
     facts: Method = plugin.METHOD
     host = target.model
-    types = host.head_quantizations if facts.uses_head and isinstance(host, RoundsHeads) else ()
+    types = host.head_quantizations if facts.uses_head and isinstance(host, HeadHost) else ()
     return {UNCHANGED: Variant(), **{each: Variant(quantization=each) for each in types}}
 
 
@@ -216,16 +216,16 @@ def stored_parameters(source: str | None, method: str) -> int:
     from math import prod
 
     from speculant.gguf_file import GgufFile
-    from speculant.models import GgufWeights, TensorFiles, resolve_source
+    from speculant.models import gguf_weights, open_file, resolve_source
 
     if source is None:
         return 0
     folder = resolve_source(source, f"heads/{method}") if source == "demo" else resolve_source(source)
     if folder.is_file():
-        weights = GgufWeights(GgufFile.open(folder))
-        return sum(prod(weights.shape(name)) for name in weights.names())
-    files = [TensorFiles.of_file(path) for path in sorted(folder.glob("*.safetensors"))]
-    return sum(prod(each.shape(name)) for each in files for name in each.entries)
+        files = [gguf_weights(GgufFile.open(folder))]
+    else:
+        files = [open_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    return sum(prod(each.shape(name)) for each in files for name in each.names())
 
 
 HALVINGS = 6  # sizes below the whole vocabulary

@@ -25,7 +25,7 @@ from speculant.config import EngineConfig
 from speculant.errors import ConfigError, ModelError, PairError, RequestError
 from speculant.lab.bench.acceptance import NORMAL, Array, read_text
 from speculant.lab.bench.pair import Model
-from speculant.models import PLAIN, CausalLM, Checkpoint, HoldsWeights, load_model, resolve_source
+from speculant.models import PLAIN, CausalLM, Checkpoint, KnowsSizes, load_model, resolve_source
 from speculant.text import Tokenizer, compare_vocabularies
 
 LEAST_CONTEXT = 8
@@ -234,7 +234,7 @@ def _model(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def weight_bytes(model: CausalLM) -> int | None:
     """Return the bytes of a model's matrices in memory; None = it does not know them."""
-    return model.weight_bytes if isinstance(model, HoldsWeights) else None
+    return model.weight_bytes if isinstance(model, KnowsSizes) else None
 
 
 def _check_vocabularies(reference: Tokenizer, judged: Tokenizer) -> None:

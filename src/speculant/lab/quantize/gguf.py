@@ -44,9 +44,9 @@ from speculant.models import (
     DecoderConfig,
     Experts,
     GgufFamily,
-    GgufWeights,
     Rope,
     RoundsWeights,
+    StoredWeights,
     gguf_families,
     gguf_tensors,
     read_generation,
@@ -179,7 +179,7 @@ def text_entries(folder: Path, decoder: DecoderConfig) -> dict[str, Any]:
 def read_file(path: Path) -> GgufModel:
     """Return the content of a GGUF file. Raises ModelError if its weights are quantised."""
     file = GgufFile.open(path)
-    weights = GgufWeights(file)
+    weights = StoredWeights(file.tensors, path, file.parts)
     if kinds := weights.quantised_kinds():
         raise ModelError(
             f"{path} has quantised weights ({', '.join(kinds)}), and rounding them again loses more",
