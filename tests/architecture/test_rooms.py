@@ -10,30 +10,30 @@ import pytest
 from tests.architecture.rooms import ROOT, USERS, defined, home, inner_imports, rooms, size
 
 SLACK = 0.05  # of a budget, which follows a room that shrinks
-INNER_IMPORTS = 166  # of names that two files of a room have, of names that are also a file's; may only fall
+INNER_IMPORTS = 158  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1199, 5),
     "cli": (2975, 12),
-    "drafting": (7199, 44),
-    "engine": (5121, 18),
+    "drafting": (7279, 44),
+    "engine": (5077, 18),
     "kernels": (1612, 7),
-    "lab.bench": (4356, 16),
-    "lab.cli": (2949, 15),
-    "lab.exactness": (1602, 7),
+    "lab.bench": (4238, 16),
+    "lab.cli": (2857, 14),
+    "lab.exactness": (1595, 7),
     "lab.fleet": (1229, 6),
     "lab.inflation": (980, 5),
     "lab.quantize": (932, 5),
     "lab.theory": (569, 4),
     "lab.training": (3945, 12),
-    "lengths": (1951, 9),
+    "lengths": (1949, 9),
     "models": (13134, 68),
     "sampling": (431, 4),
     "scale": (1970, 12),
     "scheduling": (1091, 4),
     "serving": (8147, 29),
-    "structured": (1819, 9),
-    "text": (2627, 11),
+    "structured": (1759, 9),
+    "text": (2585, 12),
     "verification": (610, 10),
 }
 

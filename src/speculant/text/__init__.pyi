@@ -30,7 +30,6 @@ from .sentencepiece import (
 )
 from .stream import (
     IncrementalDetokenizer as IncrementalDetokenizer,
-    Released as Released,
     StopSearch as StopSearch,
     StopStrings as StopStrings,
     TextStream as TextStream,
