@@ -50,19 +50,20 @@ class FallbackDrafter(CompositeDrafter):
 
     @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        drafts: Proposals = {}
-        waiting = list(zip(requests, limits, strict=True))
+        drafts, empty, waiting = Proposals(), DraftTree.empty(), list(zip(requests, limits, strict=True))
         for guarded, is_model, model_follows in self._stages:
             if not waiting:
                 break
             bounded = [(each, self._selection.bound(each, limit)) for each, limit in waiting] if is_model else waiting
-            found = self.propose_with(guarded, bounded)
-            for request, _ in waiting:
-                draft = found.get(request.seq_id)
-                if draft is not None and (not model_follows or self._selection.accepts(request, draft)):
-                    drafts[request.seq_id] = draft
-            waiting = [(request, limit) for request, limit in waiting if request.seq_id not in drafts]
-        return [drafts.get(request.seq_id, DraftTree.empty()) for request in requests]
+            found, left = self.propose_with(guarded, bounded), list[tuple[Request, int]]()
+            for pair in waiting:
+                draft = found.get(pair[0].seq_id)
+                if draft is not None and (not model_follows or self._selection.accepts(pair[0], draft)):
+                    drafts[pair[0].seq_id] = draft
+                else:
+                    left.append(pair)
+            waiting = left
+        return [drafts.get(request.seq_id, empty) for request in requests]
 
 
 def build(context: DrafterContext) -> FallbackDrafter:

@@ -263,6 +263,17 @@ def draw_along(chain: Chain, tree: DraftTree, probs: Tensor, totals: Sequence[fl
 
 
 def grow_chains(
+    model: CausalLM, chains: Sequence[Chain], cache: KVCache, vocab_size: int, sampler: Sampler = REFERENCE
+) -> None:
+    """Draw every chain's tokens, over a vocabulary of `vocab_size`; the cache must have room for all.
+
+    A native model draws a chain in one call; other chains are drawn pass by pass.
+    """
+    if others := model.grow(chains, cache, vocab_size):
+        grow_by_passes(model, others, cache, vocab_size, sampler)
+
+
+def grow_by_passes(
     model: CausalLM,
     chains: Sequence[Chain],
     cache: KVCache,
@@ -270,20 +281,15 @@ def grow_chains(
     sampler: Sampler = REFERENCE,
     guess: Guess | None = None,
 ) -> None:
-    """Draw every chain's tokens, over a vocabulary of `vocab_size`; the cache must have room for all.
-
-    A native model draws a chain in one call, without guesses; other chains are drawn pass by pass.
-    """
-    others = chains if guess else model.grow(chains, cache, vocab_size)
+    """Draw every chain's tokens, a pass for each token or for each guess."""
 
     def prepare(growing: Sequence[Growth]) -> None:
         for each, tree in zip(growing, guess([each.chain for each in growing]) if guess else (), strict=True):
             assert isinstance(each, ChainGrowth)
             each.guess = tree
 
-    if others:
-        passes = Passes([(model, cache)], vocab_size, sampler, prepare if guess else None)
-        grow([ChainGrowth(chain, cache) for chain in others], passes)
+    passes = Passes([(model, cache)], vocab_size, sampler, prepare if guess else None)
+    grow([ChainGrowth(chain, cache) for chain in chains], passes)
 
 
 def new_chains(drafting: Iterable[tuple[Request, int]], chances: Chances) -> list[Chain]:

@@ -311,7 +311,7 @@ class RequestFactory:
 
     def _choose_verifier(self, request: Request) -> None:
         """Choose verifier and draft length of a request; without drafts the default, `match`, is plain sampling."""
-        needs, wanted = self._drafters.needs_of(request.drafter), request.params.speculation
+        needs, wanted = self._drafters.needs_by_method.get(request.drafter), request.params.speculation
         if needs is None:
             return
         own = wanted if isinstance(wanted, Mapping) else {}

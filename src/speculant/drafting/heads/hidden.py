@@ -238,7 +238,7 @@ class HiddenStateRunner(DraftModelRunner):
 
     def _salt(self, request: Request) -> str:
         """Add the first tokens, on which the first row depends, and which are not among the keys."""
-        return f"{' '.join(map(str, request.tokens[: self._shift]))} {super()._salt(request)}"
+        return f"{' '.join(map(str, request.tokens[: self._shift]))} {self.model.needs.salt(request)}"
 
     def _restart(self, followed: _Followed, start: int) -> None:
         self.cache.release(followed.request.seq_id)

@@ -27,6 +27,7 @@ from speculant.drafting.growth import (
     draw_chains,
     draw_trees,
     fit_vocabulary,
+    grow_by_passes,
     grow_chains,
     grow_trees,
     likeliest,
@@ -139,17 +140,16 @@ class ModelDrafter(StatelessDrafter):
             return draft_shaped(runner, drafting, topology, self._vocab_size, self._sampler)
         if topology is not None:
             return grow_trees([runner], drafting, topology, self._vocab_size, self._sampler)
-        chains = runner.plan(drafting)
-        self._grow(chains)
+        chains, growing = runner.plan(drafting), (runner.cache, self._vocab_size, self._sampler)
+        if self.guess is None:
+            grow_chains(runner.model, chains, *growing)
+        else:
+            grow_by_passes(runner.model, chains, *growing, self.guess)
         for chain in chains:
             runner.note(chain.request, [*chain.input_tokens, *chain.tokens[:-1]])
             if chain.tokens:
                 drafts[chain.request.seq_id] = chain.draft()
         return drafts
-
-    def _grow(self, chains: Sequence[Chain]) -> None:
-        runner = self._runner
-        grow_chains(runner.model, chains, runner.cache, self._vocab_size, self._sampler, self.guess)
 
     def _draft_beams(self, drafting: Drafting) -> Proposals:
         """Draft for beam searches, at most as deep as the configured tree."""

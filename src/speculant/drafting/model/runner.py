@@ -213,13 +213,13 @@ class DraftModelRunner:
 
         A chain without enough room gets a lower limit; limit 0 = only catch up. The sources of all chains are encoded.
         """
-        (chains, sources), plan, fits = self._plan_inputs(drafting), self.cache.plan(), True
+        (chains, sources), plan, fits = self._plan_inputs(drafting), ReservationPlan(self.cache), True
         for source in sources:
             fits = fits and plan.take(source.seq_id, len(source.tokens))
         for chain in chains:
             fits = fits and plan.take(chain.request.seq_id, chain.num_positions)
         if not fits:
-            plan = self.cache.plan()
+            plan = ReservationPlan(self.cache)
             chains, sources = self._plan_inputs(drafting, plan)
             _take_in_turn(plan, chains)
         if sources:
@@ -261,9 +261,6 @@ class DraftModelRunner:
                 chains.append(Chain(request, missing, drawn, chance, [], None, stop, hidden, source=source_id))
         return chains, sources
 
-    def _salt(self, request: Request) -> str:
-        return self.model.needs.salt(request)
-
     def _missing(self, request: Request, text: list[int], start: int, most: int) -> tuple[list[int], Tensor | None]:
         """Return the next input tokens, those of `text` from `start` on, with the hidden states that they take in."""
         return text[start : start + most], None
@@ -274,7 +271,11 @@ class DraftModelRunner:
         A new sequence, and one whose salt has changed, takes over matching prefixes of other sequences. Returns how
         many tokens are left, and the text.
         """
-        cached, held, salt = self._cached[request.seq_id], self.cache.length(request.seq_id), self._salt(request)
+        cached, held, salt = (
+            self._cached[request.seq_id],
+            self.cache.length(request.seq_id),
+            self.model.needs.salt(request),
+        )
         text = request.tokens if self.vocabulary is None else self.text(request)
         committed = self.committed(request) if request.num_drafted or self.vocabulary is not None else text
         if cached.salt != salt or (not cached.tokens and not held):

@@ -226,9 +226,7 @@ class TargetReader:
         outputs, logits = forward_target(self._model, self._cache, scheduled, trees, self._layers)
         if self._layers or ahead is not None:
             for item, output in zip(scheduled, outputs, strict=True):
-                own = None if output.ahead is None else output.ahead[0]
-                rows = CommittedRows(item.start, item.tokens, (), output.hidden, ahead=own)
-                self._rows.append((item.request, rows))
+                self._rows.append((item.request, output.committed_rows((), ())))
                 self._cache.truncate_to(item.request.seq_id, item.start + item.count)
         return logits
 
