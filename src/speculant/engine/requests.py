@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from speculant.beams import Beams, BeamSearch
+from speculant.checks import is_whole
 from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.drafting import DrafterNeeds, Drafters
@@ -24,7 +25,6 @@ from speculant.metrics import PassTotals, RequestMetrics, TimingMetrics
 from speculant.models import NO_RULES, OutputRules
 from speculant.params import SamplingParams
 from speculant.sampling import Purpose, mix
-from speculant.speculation import is_whole
 from speculant.structured import JoinedConstraint, Vocabulary, constrain_all
 from speculant.types import NO_WORK, NOBODY, Client, DraftRules, Request, Sender, StepWork, StopChecker, Stops, WorkRate
 from speculant.verification import Verifier
@@ -303,7 +303,7 @@ class RequestFactory:
 
     def _draft_rules(self, checked: CheckedRequest, metrics: RequestMetrics) -> DraftRules:
         """Choose verifier and draft length of a sequence; without drafts the default, `match`, is plain sampling."""
-        params, needs = checked.params, self._drafters.needs_of(checked.method)
+        params, needs = checked.params, self._drafters.needs_by_method.get(checked.method)
         rules = DraftRules(checked.method, prediction=_prediction(params))
         if needs is None:
             return rules
