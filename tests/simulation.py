@@ -105,7 +105,7 @@ class World:
             if self.bursts and self._random.random() < self.bursts:
                 verify_s *= self._random.uniform(1, 5)
             if not paused:
-                policy.observe(outcomes, StepTiming(0.0, drafted_s, drafted_s + verify_s, drafted_s + verify_s))
+                policy.observe(outcomes, StepTiming(0.0, drafted_s, drafted_s + verify_s))
         return self.tokens / self.time
 
     def _trimmed(

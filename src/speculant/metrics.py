@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bounds of a histogram, vLLM's
@@ -109,41 +108,27 @@ _STEPS = ("per_step_accepted", "per_step_drafted")
 _RATES = ("mean_acceptance_length", "draft_acceptance_rate", "acceptance_rate")
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepTiming:
-    """Times of a step's stages: readings of `time.perf_counter`, in seconds."""
+    """Times of a step's stages: readings of `time.perf_counter`, and the durations between them, in seconds.
+
+    rest_s: to commit; 0 before the step has committed. passed: the end of the target's pass, before the verdicts; None
+    = not measured. encoded: the end of the encoder's pass over new sources; None = there was none. draft_s: to propose
+    drafts. verify_s: the target's pass and the verdicts; pass_s: the pass alone.
+    """
 
     started: float
     drafted: float
     verified: float
-    committed: float | None = None  # None = not committed yet
-    passed: float | None = None  # the end of the target's pass, before the verdicts; None = not measured
-    encoded: float | None = None  # the end of the encoder's pass; None = there was none
+    rest_s: float = 0.0
+    passed: float | None = None
+    encoded: float | None = None
 
-    @cached_property
-    def encode_s(self) -> float:
-        """Time of the encoder's pass over new sources."""
-        return 0.0 if self.encoded is None else self.encoded - self.started
-
-    @cached_property
-    def rest_s(self) -> float:
-        """Time to commit."""
-        return 0.0 if self.committed is None else self.committed - self.verified
-
-    @cached_property
-    def draft_s(self) -> float:
-        """Time to propose drafts."""
-        return self.drafted - (self.started if self.encoded is None else self.encoded)
-
-    @cached_property
-    def verify_s(self) -> float:
-        """Time of the target's pass and of the verdicts."""
-        return self.verified - self.drafted
-
-    @cached_property
-    def pass_s(self) -> float:
-        """The target's pass alone, a part of `verify_s`."""
-        return (self.verified if self.passed is None else self.passed) - self.drafted
+    def __post_init__(self) -> None:
+        first = self.started if self.encoded is None else self.encoded
+        self.encode_s, self.draft_s = first - self.started, self.drafted - first
+        self.verify_s = self.verified - self.drafted
+        self.pass_s = self.verify_s if self.passed is None else self.passed - self.drafted
 
 
 @dataclass(kw_only=True)

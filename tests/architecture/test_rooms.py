@@ -13,7 +13,7 @@ SLACK = 0.05  # of a budget, which follows a room that shrinks
 INNER_IMPORTS = 158  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
-    "cache": (1199, 5),
+    "cache": (1196, 5),
     "cli": (2975, 12),
     "drafting": (7279, 44),
     "engine": (5077, 18),

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from speculant.cache import BlockPool, CacheShape, KVCache, paged_cache, slotted_cache
+from speculant.cache import BlockPool, CacheShape, KVCache, ReservationPlan, paged_cache, slotted_cache
 from speculant.errors import CapacityError
 from tests.blocks import table_of
 from tests.caches import SHAPE, assert_holds, feed, seen_from
@@ -129,7 +129,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(seq_id=st.integers(0, 4), n=st.integers(0, 9), replay=st.booleans())
     def feed(self, seq_id: int, n: int, replay: bool) -> None:
         """Every promised slot is granted; only a copy of a shared block may be needed first."""
-        length, room = self.cache.length(seq_id), self.cache.plan().room(seq_id)
+        length, room = self.cache.length(seq_id), ReservationPlan(self.cache).room(seq_id)
         assert room >= min(MAX_LEN - length, self.cache.free_tokens() - (BLOCK if length else 0))
         if n <= room:
             self._feed(seq_id, self._next(seq_id, n, replay))
@@ -139,7 +139,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), seq_ids=st.lists(st.integers(0, 4), min_size=1, max_size=4), replay=st.booleans())
     def feed_by_plan(self, data: st.DataObject, seq_ids: list[int], replay: bool) -> None:
         """Everything that a plan has room for is granted, in any order; a refused request takes no block."""
-        plan, taken = self.cache.plan(), dict.fromkeys(seq_ids, 0)
+        plan, taken = ReservationPlan(self.cache), dict.fromkeys(seq_ids, 0)
         for seq_id in seq_ids:
             before = [plan.room(each) for each in range(NUM_NAMES)]
             n = data.draw(st.integers(0, before[seq_id] + BLOCK))
@@ -153,7 +153,7 @@ class CacheMachine(RuleBasedStateMachine):
             if taken[seq_id]:
                 self._feed(seq_id, self._next(seq_id, taken[seq_id], replay))
         for seq_id in range(NUM_NAMES):
-            room = self.cache.plan().room(seq_id)
+            room = ReservationPlan(self.cache).room(seq_id)
             assert left[seq_id] <= room
             self._refuse(seq_id, room + 1)
 
@@ -169,7 +169,7 @@ class CacheMachine(RuleBasedStateMachine):
     def reserve_and_take_back(self, data: st.DataObject) -> None:
         """A pass that reserved, wrote garbage and failed leaves nothing behind."""
         seq_id = self._draw_held(data)
-        n = data.draw(st.integers(0, self.cache.plan().room(seq_id)))
+        n = data.draw(st.integers(0, ReservationPlan(self.cache).room(seq_id)))
         feed(self.cache, seq_id, [-1] * n)
         self.cache.truncate_to(seq_id, len(self.held[seq_id]))
 
@@ -233,7 +233,7 @@ class CacheMachine(RuleBasedStateMachine):
         self._hold(dst, list(self.held[src]), self.cache_salt[src], self.indexed[src])
         self.gone[dst] = list(self.gone[src])
         for seq_id in (src, dst):
-            if go_on and self.cache.plan().room(seq_id):
+            if go_on and ReservationPlan(self.cache).room(seq_id):
                 self._feed(seq_id, self._new(1))
 
     @precondition(lambda self: self.held)
@@ -270,7 +270,7 @@ class CacheMachine(RuleBasedStateMachine):
         self._check_adopted(tokens, cache_salt, n, len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1))
         self._hold(seq_id, tokens[:n], cache_salt, full(n))
         self.gone[seq_id] = self._unseen(n)
-        if goes_on and self.cache.plan().room(seq_id) >= len(tokens) - n:
+        if goes_on and ReservationPlan(self.cache).room(seq_id) >= len(tokens) - n:
             self._feed(seq_id, tokens[n:])
             self._index(seq_id, tokens)
 
@@ -383,7 +383,7 @@ def test_reserving_no_slots_always_succeeds(cache: KVCache) -> None:
     for seq_id, length in ((0, cache.block_size), (99, 0)):
         slots = cache.reserve(seq_id, 0)
         assert (slots.start, slots.end) == (length, length)
-    plan = cache.plan()
+    plan = ReservationPlan(cache)
     assert plan.take(99, 0)
     assert not plan.take(99, 1)
     assert [plan.room(seq_id) for seq_id in (98, 99)] == [0, 0]
@@ -392,7 +392,7 @@ def test_reserving_no_slots_always_succeeds(cache: KVCache) -> None:
 
 def test_a_plan_counts_its_blocks_and_takes_none(cache: KVCache) -> None:
     feed(cache, 1, [1, 2])
-    plan, free = cache.plan(), cache.free_tokens()
+    plan, free = ReservationPlan(cache), cache.free_tokens()
     left = plan.room(1)
     for n in (1, 2):
         plan.take(1, n)

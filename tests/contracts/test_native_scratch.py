@@ -121,7 +121,7 @@ PASSES = (
     + """
 from speculant.kernels.native import Pass
 from speculant.models.base import SequenceInput, build_batch
-from speculant.sampling.distribution import sampling_settings
+from speculant.sampling import sampling_settings
 from speculant.params import SamplingParams
 from speculant.types import DraftTree
 from tests.contracts.test_native_scratch import small_model
@@ -136,7 +136,7 @@ def run(positions):
     cache.reserve(1, positions - rows)
     top_p = sampling_settings(SamplingParams(temperature=1.0, top_p=0.9999999))
     model.kernels.probs(torch.zeros(1, 8), [top_p])
-    model._angles.point(Pass(), positions)  # computing the tables takes more memory than they keep
+    model._angles.grow(positions)  # computing the tables takes more memory than they keep
     tables = sum(table.numel() * table.element_size() for table in model._angles.tensors)
     before = peak()
     batch = build_batch([SequenceInput(1, [5] * rows, DraftTree.empty())], cache, torch.device("cpu"))
@@ -165,7 +165,7 @@ DRAFT = (
 from speculant.kernels.native import Pass
 from speculant.kernels.native import NativeSampler
 from speculant.models.base import Chain, SequenceInput, build_batch
-from speculant.sampling.chance import KeyedChances
+from speculant.sampling import KeyedChances
 from speculant.types import DraftTree
 from tests.contracts.test_native_scratch import small_model
 from tests.models import make_request
@@ -180,7 +180,7 @@ def run(rows):
     cache.reserve(0, positions), cache.reserve(1, positions)
     request = make_request([5] * (positions + rows), seq_id=1)
     chain = Chain(request, [5] * rows, 2, KeyedChances(NativeSampler(model.kernels)).draft(request))
-    model._angles.point(Pass(), positions + 100)
+    model._angles.grow(positions + 100)
     batch = build_batch([SequenceInput(0, [5] * rows, DraftTree.empty())], cache, torch.device("cpu"))
     before = resident()
     model.forward(batch, cache.storage)

@@ -6,7 +6,6 @@ from .base import (
     Moves as Moves,
     Slots as Slots,
     by_length as by_length,
-    first_seen as first_seen,
 )
 from .paged import (
     MEASURED as MEASURED,
@@ -18,6 +17,7 @@ from .paged import (
     ReservationPlan as ReservationPlan,
     Source as Source,
     Sources as Sources,
+    first_seen as first_seen,
     part_of as part_of,
 )
 from .storage import (

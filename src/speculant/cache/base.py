@@ -111,11 +111,6 @@ def by_length(windows: Iterable[int | None]) -> list[int | None]:
     return sorted(set(windows), key=lambda window: (window is not None, -(window or 0)))
 
 
-def first_seen(window: int | None, length: int) -> int:
-    """Return the first position that a row at position `length` sees, and so does any later row."""
-    return 0 if window is None else max(0, length - window + 1)
-
-
 @dataclass(frozen=True)
 class Moves:
     """Slots to copy within the storage, in every layer: `sources[i]` is copied to `targets[i]`.

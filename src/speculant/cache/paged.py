@@ -51,11 +51,16 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from speculant.cache.base import CacheShape, KVStorage, Moves, Slots, first_seen
+from speculant.cache.base import CacheShape, KVStorage, Moves, Slots
 from speculant.errors import CapacityError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def first_seen(window: int | None, length: int) -> int:
+    """Return the first position that a row at position `length` sees, and so does any later row."""
+    return 0 if window is None else max(0, length - window + 1)
 
 
 @dataclass(eq=False)
@@ -434,10 +439,6 @@ class KVCache:
             slots.append(table.slots(start, end))
         return Slots(seq_id, start, slots[0], slots[1:])
 
-    def plan(self) -> ReservationPlan:
-        """Return an empty plan; it is valid until a sequence changes. `reserve` succeeds for everything taken."""
-        return ReservationPlan(self)
-
     def table(self, seq_id: int) -> array[int]:
         """Return a sequence's block table [groups * b] of 64-bit integers, empty for an unknown one.
 
@@ -684,8 +685,9 @@ def _block_of(index: PrefixIndex, node: PrefixNode) -> int:
 class ReservationPlan:
     """The positions that one step will reserve, counted before anything is reserved.
 
-    It counts the blocks that are left when everything taken so far has been reserved. Of several sequences that write
-    to a block that they share, the last one needs no copy.
+    It is valid until a sequence changes; `KVCache.reserve` succeeds for everything taken. It counts the blocks that are
+    left when everything taken so far has been reserved. Of several sequences that write to a block that they share, the
+    last one needs no copy.
     """
 
     def __init__(self, cache: KVCache) -> None:

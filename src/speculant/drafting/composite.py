@@ -71,9 +71,9 @@ class GuardedDrafter:
     def propose(
         self, pairs: Iterable[tuple[Request, int]], vocab_size: int, selector: Selector | None = None
     ) -> Proposals:
-        """Return checked drafts for pairs (request, limit); a sequence without one has not begun or failed.
+        """Return checked drafts for pairs (request, limit), without empty ones.
 
-        selector: see `Drafter.propose_selected`; None = nothing selects.
+        A sequence that has not begun, or that failed, has none. selector: see `Drafter.propose_selected`.
 
         If the drafter fails for several sequences, it is called for each alone, so that the others keep their drafts.
         """
@@ -158,7 +158,7 @@ def propose_checked(
     proposals: Proposals,
     selector: Selector | None = None,
 ) -> None:
-    """Add a drafter's drafts to `proposals`; raises DraftError for one that is not legal.
+    """Add a drafter's drafts that are not empty to `proposals`; raises DraftError for one that is not legal.
 
     The check of probs reads all of them. It is left out for this package's drafters, whose probs the contract tests
     prove.
@@ -178,7 +178,8 @@ def propose_checked(
             check_extends(tree, live)
         if tree.probs is not None and tree.size and not is_built_in(drafter):
             check_probs(tree, tree.probs)
-        drafts[request.seq_id] = tree
+        if tree.size or tree.ahead is not None:
+            drafts[request.seq_id] = tree
     proposals.update(drafts)
 
 
@@ -209,10 +210,11 @@ def check_draft(tree: DraftTree, most: int, vocab_size: int, branches: bool) -> 
             raise DraftError("a draft has a node before its parent", "put parents before their children.")
         if not branches:
             raise DraftError("a draft branches and the drafter did not announce it", "set emits_tree in its needs.")
-    if tree.scores is not None and not (len(tree.scores) == tree.size and _are_shares(tree.scores)):
-        raise DraftError(
-            f"a draft of {tree.size} nodes has the scores {tree.scores!r}", "give one from 0 to 1 for each."
-        )
+    scores = tree.scores
+    if scores is not None and not (
+        len(scores) == tree.size and min(scores) >= 0 and max(scores) <= 1 and not math.isnan(sum(scores))
+    ):
+        raise DraftError(f"a draft of {tree.size} nodes has the scores {scores!r}", "give one from 0 to 1 for each.")
     if tree.probs is not None and tuple(tree.probs.shape) != (tree.size, vocab_size):
         raise DraftError(
             f"a draft of {tree.size} nodes has probs of shape {list(tree.probs.shape)}",
@@ -227,10 +229,6 @@ def check_ahead(tree: DraftTree, most: int) -> None:
             f"a draft has look-ahead rows of shape {list(tree.ahead.shape)}, and {most} are allowed below each node",
             "announce them as target_inputs, and add no more of them than the limit on nodes.",
         )
-
-
-def _are_shares(scores: Sequence[float]) -> bool:
-    return min(scores) >= 0 and max(scores) <= 1 and not math.isnan(sum(scores))
 
 
 def check_probs(tree: DraftTree, probs: Tensor) -> None:
@@ -324,8 +322,7 @@ class CompositeDrafter(StatelessDrafter):
                 wanted.append((request, own))
         if not wanted:
             return {}
-        proposed = guarded.propose(wanted, self._vocab_size, selector)
-        return {seq_id: tree for seq_id, tree in proposed.items() if tree.size}
+        return guarded.propose(wanted, self._vocab_size, selector)
 
     @override
     def begin(self, request: Request) -> None:
@@ -387,7 +384,7 @@ class Drafters(CompositeDrafter):
     ) -> None:
         self.default, self._make, self._default_length, self.absence = default, make, default_length, absence
         self._num_layers, self._by_method = num_layers, dict[str, GuardedDrafter]()
-        self._needs: dict[str | None, DrafterNeeds] = {}  # by method
+        self.needs_by_method: dict[str | None, DrafterNeeds] = {}  # of the drafters that were made
         self.metrics = EngineMetrics()
         super().__init__([self._completed(method, each) for method, each in (drafters or {}).items()], 0)
 
@@ -407,7 +404,7 @@ class Drafters(CompositeDrafter):
     def add(self, *added: SubDrafter) -> None:
         super().add(*added)
         self._by_method = {each.name: each for each in self.guarded}
-        self._needs = {each.name: each.drafter.needs for each in self.guarded}
+        self.needs_by_method = {each.name: each.drafter.needs for each in self.guarded}
 
     @override
     def route(self, requests: Sequence[Request]) -> Routes:
@@ -420,30 +417,26 @@ class Drafters(CompositeDrafter):
     def count(self, errors: int) -> None:
         self.metrics.drafter_errors += errors
 
-    def needs_of(self, method: str | None) -> DrafterNeeds | None:
-        """Return the needs of a method's drafter; None if it was not made, or there is no method."""
-        return self._needs.get(method)
-
     def usual_length(self, method: str) -> int:
         """Return how many tokens a method drafts by default."""
-        needs = self._needs.get(method)
+        needs = self.needs_by_method.get(method)
         return (needs and needs.usual_nodes) or self._default_length(method)
 
     def tree(self, method: str) -> tuple[int, int] | None:
         """Return nodes and depth of a method's usual tree; None if it drafts chains, or its nodes have scores."""
-        needs = self._needs.get(method)
+        needs = self.needs_by_method.get(method)
         if needs is None or needs.usual_nodes is None or needs.tree_depth is None:
             return None
         return needs.usual_nodes, needs.tree_depth
 
     def look_ahead_rows(self, method: str) -> int:
         """Return the most look-ahead rows that a method adds to the target's pass below each node."""
-        needs = self._needs.get(method)
+        needs = self.needs_by_method.get(method)
         return 0 if needs is None else needs.target.inputs
 
     def selects(self, method: str) -> bool:
         """Whether the draft-length policy selects between several drafters' drafts of a method."""
-        needs = self._needs.get(method)
+        needs = self.needs_by_method.get(method)
         return needs is not None and needs.selects
 
     def find(self, method: str) -> Drafter:
@@ -461,7 +454,7 @@ class Drafters(CompositeDrafter):
 
     def target_top_k(self, request: Request) -> int:
         """Return how many of the target's most likely tokens the drafter of a sequence needs, for each row."""
-        needs = self._needs.get(request.drafts.method)
+        needs = self.needs_by_method.get(request.drafts.method)
         return 0 if needs is None else needs.target.top_k
 
     def begin_all(self, sequences: Iterable[tuple[Request, Source | None]]) -> None:

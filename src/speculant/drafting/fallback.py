@@ -55,21 +55,22 @@ class FallbackDrafter(CompositeDrafter):
     def propose_selected(
         self, requests: Sequence[Request], limits: Sequence[int], selector: Selector | None
     ) -> list[DraftTree]:
-        drafts: Proposals = {}
-        waiting = list(zip(requests, limits, strict=True))
+        drafts, empty, waiting = Proposals(), DraftTree.empty(), list(zip(requests, limits, strict=True))
         for guarded, is_model, model_follows in self._stages:
             if not waiting:
                 break
             bounded = waiting
             if is_model and selector is not None:
                 bounded = [(request, _bound(selector, request, limit)) for request, limit in waiting]
-            found = self.propose_with(guarded, bounded, selector)
-            for request, _ in waiting:
-                draft = found.get(request.seq_id)
-                if draft is not None and (not model_follows or selector is None or _accepts(selector, request, draft)):
-                    drafts[request.seq_id] = draft
-            waiting = [(request, limit) for request, limit in waiting if request.seq_id not in drafts]
-        return [drafts.get(request.seq_id, DraftTree.empty()) for request in requests]
+            found, left = self.propose_with(guarded, bounded, selector), list[tuple[Request, int]]()
+            for pair in waiting:
+                draft = found.get(pair[0].seq_id)
+                if draft is not None and (not model_follows or selector is None or _accepts(selector, pair[0], draft)):
+                    drafts[pair[0].seq_id] = draft
+                else:
+                    left.append(pair)
+            waiting = left
+        return [drafts.get(request.seq_id, empty) for request in requests]
 
 
 def _accepts(selector: Selector, request: Request, tree: DraftTree) -> bool:

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,14 +30,15 @@ from typing_extensions import override
 from speculant.beams import Beams, Hypothesis, Scored, tree_of
 from speculant.cache import KVCache
 from speculant.drafting.composite import Proposals
-from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import Distributions, DynamicTree, Pick, StaticTree, TreeTopology
 from speculant.kernels import REFERENCE, Sampler
 from speculant.models import CausalLM, Chain, SequenceInput, build_batch, known
-from speculant.sampling import Chances, KeyedNoise, MostLikely, Node, rank, take_rows, top_tokens
-from speculant.sampling.distribution import distribution
+from speculant.sampling import Chances, KeyedNoise, MostLikely, Node, distribution, rank, take_rows, top_tokens
 from speculant.tree import tokens_to
 from speculant.types import DraftTree, Request
+
+if TYPE_CHECKING:
+    from speculant.drafting.model.drafter import DraftModelRunner
 
 Drafting = Sequence[tuple[Request, int]]  # requests with their limits
 NextProbs = Callable[[Sequence[Node]], Tensor]  # nodes -> the distribution [r, V] in float64 of each one's next token
@@ -263,6 +264,17 @@ def draw_along(chain: Chain, tree: DraftTree, probs: Tensor, totals: Sequence[fl
 
 
 def grow_chains(
+    model: CausalLM, chains: Sequence[Chain], cache: KVCache, vocab_size: int, sampler: Sampler = REFERENCE
+) -> None:
+    """Draw every chain's tokens, over a vocabulary of `vocab_size`; the cache must have room for all.
+
+    A native model draws a chain in one call; other chains are drawn pass by pass.
+    """
+    if others := model.grow(chains, cache, vocab_size):
+        grow_by_passes(model, others, cache, vocab_size, sampler)
+
+
+def grow_by_passes(
     model: CausalLM,
     chains: Sequence[Chain],
     cache: KVCache,
@@ -270,20 +282,15 @@ def grow_chains(
     sampler: Sampler = REFERENCE,
     guess: Guess | None = None,
 ) -> None:
-    """Draw every chain's tokens, over a vocabulary of `vocab_size`; the cache must have room for all.
-
-    A native model draws a chain in one call, without guesses; other chains are drawn pass by pass.
-    """
-    others = chains if guess else model.grow(chains, cache, vocab_size)
+    """Draw every chain's tokens, a pass for each token or for each guess."""
 
     def prepare(growing: Sequence[Growth]) -> None:
         for each, tree in zip(growing, guess([each.chain for each in growing]) if guess else (), strict=True):
             assert isinstance(each, ChainGrowth)
             each.guess = tree
 
-    if others:
-        passes = Passes([(model, cache)], vocab_size, sampler, prepare if guess else None)
-        grow([ChainGrowth(chain, cache) for chain in others], passes)
+    passes = Passes([(model, cache)], vocab_size, sampler, prepare if guess else None)
+    grow([ChainGrowth(chain, cache) for chain in chains], passes)
 
 
 def new_chains(drafting: Iterable[tuple[Request, int]], chances: Chances) -> list[Chain]:

@@ -74,7 +74,7 @@ from .runner import (
     verify as verify,
     verify_sound as verify_sound,
 )
-from .step import DraftBounds as DraftBounds, DraftBudget as DraftBudget, room as room
+from .step import DraftBudget as DraftBudget
 from .vllm_arguments import (
     QUANTISED as QUANTISED,
     RENAMED as RENAMED,

@@ -77,6 +77,22 @@ def commit_output(
     return committed
 
 
+def commit_measured(
+    output: TargetOutput,
+    decision: Decision | None,
+    timing: StepTiming,
+    target: CausalLM,
+    cache: KVCache,
+    max_model_len: int,
+) -> Committed:
+    """Commit a share of a sequence whose settings add work to steps, and measure that work; see `commit_output`."""
+    work = output.item.request.work
+    with work:
+        committed = commit_output(output, decision, timing, target, cache, max_model_len)
+    work.settle(output.num_results)
+    return committed
+
+
 def notify(drafters: Drafters, outputs: Sequence[TargetOutput], committed: Sequence[Committed]) -> None:
     """Pass the committed rows on to the drafters; a sequence whose text was replaced begins again."""
     for each in committed:
@@ -117,22 +133,12 @@ def commit(output: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len
 
 def _outcome(request: Request, tree: DraftTree, path: tuple[int, ...], committed: int) -> DraftOutcome:
     """Return the outcome of a draft, up to the `committed` tokens before a stop."""
-    drafted = nodes_by_depth(tree)
+    drafted = [1] * tree.size if tree.is_chain else [*map(tree.depths.count, range(1, 1 + max(tree.depths)))]
     accepted, depth = min(len(path), committed), len(drafted)
     reached = len(path) + tree.has_children(path[-1] if path else -1)
     tested = max(accepted, min(reached, committed))
     ones = [1] * tested + [0] * (depth - tested), [1] * accepted + [0] * (depth - accepted)
-    return DraftOutcome(request, drafted, *ones, path[:accepted], tree.num_look_ahead_rows)
-
-
-def nodes_by_depth(tree: DraftTree) -> list[int]:
-    """Return how many nodes a tree has at each depth, from the root's children on."""
-    if tree.is_chain:
-        return [1] * tree.size
-    counts = [0] * max(tree.depths)
-    for depth in tree.depths:
-        counts[depth - 1] += 1
-    return counts
+    return DraftOutcome(request, drafted, *ones, path[:accepted], 0 if tree.ahead is None else tree.num_look_ahead_rows)
 
 
 def commit_beams(output: TargetOutput, beams: Beams, cache: KVCache, now: float) -> Committed:

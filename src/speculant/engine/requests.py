@@ -303,7 +303,7 @@ class RequestFactory:
 
     def _draft_rules(self, checked: CheckedRequest, metrics: RequestMetrics) -> DraftRules:
         """Choose verifier and draft length of a sequence; without drafts the default, `match`, is plain sampling."""
-        params, needs = checked.params, self._drafters.needs_of(checked.method)
+        params, needs = checked.params, self._drafters.needs_by_method.get(checked.method)
         rules = DraftRules(checked.method, prediction=_prediction(params))
         if needs is None:
             return rules

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from speculant.beams import Beams
-from speculant.cache import MEASURED, KVCache, Source
+from speculant.cache import MEASURED, KVCache, ReservationPlan, Source
 from speculant.constraints import checked_mask
 from speculant.errors import ConstraintError, RequestError, SpeculantError
 from speculant.kernels import NO_TOKEN, RowDraw, Sampler
@@ -29,6 +29,7 @@ from speculant.sampling import (
     Node,
     Noise,
     Stream,
+    distribution,
     foresee,
     most_likely,
     rank,
@@ -36,7 +37,6 @@ from speculant.sampling import (
     take_rows,
     top_tokens,
 )
-from speculant.sampling.distribution import distribution
 from speculant.scheduling import NO_DRAFT, Scheduled
 from speculant.types import CommittedRows, DraftTree, Request, Successors, Verdict, state_rows
 from speculant.verification import CheckedVerifier, Verifier, Verifiers, follow
@@ -50,25 +50,25 @@ class TargetOutput(NamedTuple):
     pass_logits: those of all sequences; None while some of this one's tokens are not processed. Its own begin at row
     `first_logits`: those after `nodes`, which are the root and all draft nodes unless it is a beam search.
     prompt_hidden [m, hidden] are the hidden states after prompt tokens whose successor's log-probability is requested.
-    hidden: for each layer that drafters announce, the hidden states [count + tree.size, hidden] of the processed tokens
-    and of the draft nodes. nodes: see `open_nodes`. successors: for each of `nodes`, see `CommittedRows`; none unless
-    the drafter announces it. ahead [1 + tree.size, k, hidden]: the states of the look-ahead rows below the root and
-    below each node; None = there are none.
+    nodes: see `open_nodes`. hidden: the states of all sequences, with those of the layers that drafters announce; its
+    own begin at row `first`: the processed tokens, the draft nodes and the look-ahead rows. successors: for each of
+    `nodes`, see `CommittedRows`; none unless the drafter announces it. What few sequences need is cut out when it is
+    read, which takes microseconds.
     """
 
     item: Scheduled
     tree: DraftTree
     pass_logits: Tensor | None
     prompt_hidden: Tensor | None
-    hidden: Sequence[Tensor] = ()
+    hidden: Hidden | None = None
     nodes: Sequence[int] = ()
     successors: Successors = ()
-    ahead: Tensor | None = None
+    first: int = 0
     first_logits: int = 0
 
     @property
     def logits(self) -> Tensor | None:
-        """Its own logits [len(nodes), V], a view; making it takes microseconds, and few sequences need it."""
+        """Its own logits [len(nodes), V], a view."""
         first, logits = self.first_logits, self.pass_logits
         return None if logits is None else logits[first : first + len(self.nodes)]
 
@@ -80,17 +80,18 @@ class TargetOutput(NamedTuple):
 
     def committed_rows(self, kept: Sequence[int], gained: Sequence[int]) -> CommittedRows:
         """Return the rows that were committed: those of the tokens and of the `kept` nodes. gained: the new tokens."""
-        item, tree, hidden = self.item, self.tree, self.hidden
-        tokens = item.tokens
-        if tree.size:
-            tokens += [tree.token_list[node] for node in kept]
-            if not hidden or tuple(kept) == tuple(range(len(kept))):
-                hidden = state_rows(hidden, 0, len(tokens))
-            else:
-                rows = [*range(item.count), *[item.count + node for node in kept]]
-                hidden = tuple(states[rows] for states in hidden)
-        ahead = None if self.ahead is None else self.ahead[1 + kept[-1] if kept else 0]
-        return CommittedRows(item.start, tokens, gained, hidden, self.successors, ahead)
+        assert self.hidden is not None, "there was no pass"
+        item, tree, first, states, ahead = self.item, self.tree, self.first, self.hidden.taps, None
+        tokens, end = [*item.tokens, *map(tree.token_list.__getitem__, kept)], first + item.count + tree.size
+        if not states or tuple(kept) == tuple(range(len(kept))):
+            states = state_rows(states, first, first + len(tokens))
+        else:
+            rows = [first + row for row in (*range(item.count), *[item.count + node for node in kept])]
+            states = tuple(own[rows] for own in states)
+        if tree.ahead is not None:
+            last = end + len(tree.ahead) * (1 + kept[-1] if kept else 0)
+            ahead = self.hidden.last[last : last + len(tree.ahead)]
+        return CommittedRows(item.start, tokens, gained, states, self.successors, ahead)
 
 
 @torch.inference_mode()
@@ -99,7 +100,7 @@ def check_target(model: CausalLM, cache: KVCache) -> None:
 
     If sequences hold all of the cache, nothing is computed: their own next passes show whether the model can compute.
     """
-    source, plan = Source(MEASURED, (0,)) if model.needs.source else None, cache.plan()
+    source, plan = Source(MEASURED, (0,)) if model.needs.source else None, ReservationPlan(cache)
     if not all(plan.take(seq_id, 1) for seq_id in (_NO_REQUEST, *((MEASURED,) if source else ()))):
         return
     try:
@@ -137,17 +138,18 @@ def forward_target(
     """
     if not scheduled:
         return [], torch.empty(0)
-    inputs, shares, wanted, first = list[SequenceInput](), list[_Share](), list[int](), 0
+    inputs, wanted, first = list[SequenceInput](), list[int](), 0
+    shares = list[tuple[Scheduled, DraftTree, Sequence[int], int, int]]()
     for item, tree in zip(scheduled, trees, strict=True):
         inputs.append(_input(item, tree))
         nodes: Sequence[int] = range(-1, tree.size)
         if item.request.search is not None:
             nodes = open_nodes(item.request, tree)
-        root, completes = first + item.count, item.completes
-        shares.append(_Share(item, tree, nodes, first, len(wanted) if completes else None))
-        if completes:
+        root = first + item.count
+        shares.append((item, tree, nodes, first, len(wanted)))
+        if item.completes:
             wanted += map(root.__add__, nodes)
-        first = root + tree.num_rows
+        first = root + inputs[-1].tree.size  # which has the look-ahead rows too
     taps = layers if not layers or layers[-1] <= model.num_layers else layers[:-1]
     hidden = model.forward(build_batch(inputs, cache, model.cache_shape.device), cache.storage, taps)
     if len(taps) < len(layers):  # the states after the final norm are not a tap
@@ -155,19 +157,12 @@ def forward_target(
     chosen = hidden.last if len(wanted) == hidden.last.shape[0] else take_rows(hidden.last, wanted)
     logits = model.logits(chosen) if wanted else chosen
     outputs = list[TargetOutput]()
-    for share in shares:
-        outputs.append(_output(share, hidden, logits))
+    for item, tree, nodes, first, first_logits in shares:
+        own, prompt = logits if item.completes else None, None
+        if item.request.params.prompt_logprobs is not None and (rows := _prompt_rows(item)):
+            prompt = hidden.last[first + rows.start : first + rows.stop]
+        outputs.append(TargetOutput(item, tree, own, prompt, hidden, nodes, (), first, first_logits))
     return outputs, logits
-
-
-class _Share(NamedTuple):
-    """One sequence's share of a pass: its rows start at `first`, its logits at `first_logits`; None = it has none."""
-
-    item: Scheduled
-    tree: DraftTree
-    nodes: Sequence[int]
-    first: int
-    first_logits: int | None
 
 
 def _input(item: Scheduled, tree: DraftTree) -> SequenceInput:
@@ -178,29 +173,6 @@ def _input(item: Scheduled, tree: DraftTree) -> SequenceInput:
     first = item.count + tree.size
     own = {first + row: tree.ahead[row % len(tree.ahead)] for row in range(tree.num_look_ahead_rows)}
     return SequenceInput(item.request.seq_id, item.tokens, tree.with_look_ahead_rows(), own, None, length, source)
-
-
-def _output(share: _Share, hidden: Hidden, logits: Tensor) -> TargetOutput:
-    """Cut a sequence's share out of a pass."""
-    item, tree, nodes, first, first_logits = share
-    last = first + item.count + tree.size
-    prompt = None if item.request.params.prompt_logprobs is None else _prompt_rows(item)
-    states, ahead = hidden.taps, None
-    if states and last - first < hidden.last.shape[0]:
-        states = state_rows(states, first, last)
-    if tree.ahead is not None:
-        ahead = hidden.last[last : last + tree.num_look_ahead_rows].view(tree.size + 1, len(tree.ahead), -1)
-    return TargetOutput(
-        item,
-        tree,
-        None if first_logits is None else logits,
-        hidden.last[first + prompt.start : first + prompt.stop] if prompt else None,
-        states,
-        nodes,
-        (),
-        ahead,
-        first_logits or 0,
-    )
 
 
 def _prompt_rows(item: Scheduled) -> range:

@@ -9,23 +9,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
 
 import torch
 
 from speculant.cache import KVCache, Source
 from speculant.config import Limits
 from speculant.constraints import forced_tokens, prepare_masks
-from speculant.drafting import Drafters
-from speculant.engine.commit import Committed, commit_output, notify
+from speculant.drafting import DrafterNeeds, Drafters
+from speculant.engine.commit import Committed, commit_measured, commit_output, notify
 from speculant.engine.profiling import ENCODE, Mark, unmarked
 from speculant.engine.runner import forward_target, verify, with_successors
 from speculant.kernels import REFERENCE, Sampler
 from speculant.lengths import DraftOutcome, GuardedLength, num_rows
 from speculant.metrics import StepTiming
-from speculant.models import CausalLM, ModelNeeds, encode_sources
+from speculant.models import CausalLM, encode_sources
 from speculant.params import MAX_SPECULATIVE_TOKENS
 from speculant.sampling import Chances
 from speculant.scheduling import Schedule, Scheduled
@@ -35,6 +34,7 @@ from speculant.verification import Verifiers
 logger = logging.getLogger(__name__)
 
 MOST_PROBS_BYTES = 2**28  # of the distributions after all draft nodes of a step
+FORCED = DrafterNeeds()  # of a draft of forced tokens, for which no drafter is asked
 
 
 @dataclass(frozen=True)
@@ -86,19 +86,17 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
     with mark("commit"):
         for output in outputs:
             request = output.item.request
-            with request.work:
-                decision = decisions.get(request.seq_id)
-                committed.append(commit_output(output, decision, timing, target, cache, max_model_len))
-            if request.work is not NO_WORK:
-                request.work.settle(output.num_results)
+            commit = commit_output if request.work is NO_WORK else commit_measured
+            committed.append(commit(output, decisions.get(request.seq_id), timing, target, cache, max_model_len))
         if drafting:
             notify(drafters, outputs, committed)
-    if drafting and drafts and not length.paused:
+    if drafting and length.observes and drafts and not length.paused:
         outcomes = list[DraftOutcome]()
         for draft, each in zip(drafts, committed, strict=True):
             if (outcome := draft.observed(each.outcome)) is not None:
                 outcomes.append(outcome)
-        length.observe(outcomes, replace(timing, committed=time.perf_counter()))
+        timing.rest_s = time.perf_counter() - timing.verified
+        length.observe(outcomes, timing)
     return committed, timing
 
 
@@ -148,10 +146,15 @@ def propose(
         drafters.begin_all(zip(requests, sources, strict=True))
         lengths = lengths or [0] * len(drafts)
         if any(lengths) or forces or draft_length.keeps_up:
-            budget = DraftBudget(schedule, MOST_PROBS_BYTES // (8 * vocab_size))
+            budget, restart_at = DraftBudget(schedule, MOST_PROBS_BYTES // (8 * vocab_size)), target.needs.restart_at
             for draft, length in zip(drafts, lengths, strict=True):
-                bounds = _bounds(drafters, draft, longest_draft(draft.item.request, max_model_len, target.needs))
-                draft.limit = budget.take(draft.item, len(draft.forced) or length, bounds)
+                request, most = draft.item.request, max_model_len
+                if restart_at is not None and not target.needs.is_long(request.num_positions):
+                    most = min(most, restart_at + 1)  # no draft has a row that the target computes in another way
+                if draft.forced:
+                    draft.limit = budget.take(draft.item, len(draft.forced), FORCED, most)
+                elif (needs := drafters.needs_by_method.get(request.drafts.method)) is not None:
+                    draft.limit = budget.take(draft.item, length, needs, most)
             _fill(drafts, requests, drafters, draft_length)
     for draft in constrained:
         if draft.item.completes:
@@ -193,48 +196,6 @@ def _fill(
             draft.tree = made
 
 
-class DraftBounds(NamedTuple):
-    """Bounds of one sequence's draft in addition to budget and memory.
-
-    max_len: the longest sequence that target and drafter can hold. max_nodes: the drafter's own limit; None = none.
-    nodes_per_beam: nodes that it drafts per beam and round of a beam search; 0 = beam searches get no drafts.
-    look_ahead_rows: the most of them below the root and below each node; there are at most as many below each as the
-    draft has nodes.
-    """
-
-    max_len: int
-    max_nodes: int | None = None
-    nodes_per_beam: int = 0
-    look_ahead_rows: int = 0
-
-    def within(self, nodes: int, rows: int) -> int:
-        """Return how many of these nodes fit into a number of rows, with the look-ahead rows."""
-        nodes = max(0, min(nodes, rows))
-        while nodes and num_rows(nodes, self.look_ahead_rows) > rows:
-            nodes -= 1
-        return nodes
-
-
-def longest_draft(request: Request, max_model_len: int, needs: ModelNeeds) -> int:
-    """Return the longest text that a draft and the token after it may make.
-
-    No row of a draft is beyond the length at which the target computes all tokens in another way.
-    """
-    at = needs.restart_at
-    return max_model_len if at is None or needs.is_long(request.num_positions) else min(max_model_len, at + 1)
-
-
-def _bounds(drafters: Drafters, draft: SequenceDraft, max_model_len: int) -> DraftBounds:
-    """Return the bounds of a draft, as its drafter announces them; forced tokens need no drafter."""
-    needs = drafters.needs_of(draft.item.request.drafts.method)
-    if needs is None:
-        return DraftBounds(max_len=0)
-    if draft.forced:
-        return DraftBounds(max_model_len)
-    longest = min(max_model_len, needs.max_positions or max_model_len)
-    return DraftBounds(longest, needs.max_nodes, needs.nodes_per_beam or 0, needs.target.inputs)
-
-
 class DraftBudget:
     """The rows of token budget and cache, and the time for work, that a step's drafts may use after its tokens.
 
@@ -244,23 +205,31 @@ class DraftBudget:
     def __init__(self, schedule: Schedule, most_nodes: int) -> None:
         self._left, self._plan, self._work = min(schedule.spare_tokens, most_nodes), schedule.plan, schedule.work
 
-    def take(self, item: Scheduled, length: int, bounds: DraftBounds) -> int:
+    def take(self, item: Scheduled, length: int, needs: DrafterNeeds, max_len: int) -> int:
         """Take the rows of a draft of the wanted length; return how many nodes it may have.
 
-        A draft of n nodes commits at most n + 1 tokens, so it never passes max_tokens or max_len. Look-ahead rows take
-        budget and memory as nodes do. In a beam search a length counts rounds of nodes_per_beam nodes per beam. The
-        nodes follow all live hypotheses, including those that the step would otherwise not compute.
+        A draft of n nodes commits at most n + 1 tokens, so it never passes max_tokens, nor the longest sequence that
+        target (`max_len`) and drafter can hold. Look-ahead rows take budget and memory as nodes do. In a beam search a
+        length counts rounds of `nodes_per_beam` nodes per beam. The nodes follow all live hypotheses, including those
+        that the step would otherwise not compute.
         """
-        request, search = item.request, item.request.search
-        nodes, least = min(length, room(request, bounds.max_len)), 1
+        if length <= 0 or not item.decodes:
+            return 0
+        request, search, ahead = item.request, item.request.search, needs.target.inputs
+        max_len, max_tokens = min(max_len, needs.max_positions or max_len), request.params.max_tokens
+        num_positions = request.num_positions
+        left = max_len - num_positions - 1
+        if max_tokens is not None:
+            left = min(left, max_tokens - (num_positions - len(request.prompt)) - 1)
+        nodes, least = min(length, left), 1
         if search is not None:
-            least = search.beams.width * bounds.nodes_per_beam  # the work of a round is that of a whole one
+            least = search.beams.width * (needs.nodes_per_beam or 0)  # the work of a round is that of a whole one
             nodes *= least
-        elif bounds.max_nodes is not None:
-            nodes = min(nodes, bounds.max_nodes)
-        if bounds.look_ahead_rows:
-            nodes = bounds.within(nodes, bounds.max_len - request.num_positions - 1)
-        if nodes <= 0 or not item.decodes:
+        elif needs.max_nodes is not None:
+            nodes = min(nodes, needs.max_nodes)
+        if ahead:
+            nodes = nodes_within(max_len - num_positions - 1, nodes, ahead)
+        if nodes <= 0:
             return 0
         if self._work is not None:
             drafting_s = 0.0 if search is None else request.work.drafts.row_s
@@ -268,17 +237,18 @@ class DraftBudget:
             if not nodes:
                 return 0
         uncomputed = 0 if search is None else search.beams.live_tree.size - item.tree.size
-        taken = uncomputed + (num_rows(nodes, bounds.look_ahead_rows) if bounds.look_ahead_rows else nodes)
+        taken = uncomputed + (num_rows(nodes, ahead) if ahead else nodes)
         if taken > self._left or not self._plan.take(request.seq_id, taken):
-            nodes = bounds.within(nodes, min(self._left, self._plan.room(request.seq_id)) - uncomputed)
-            taken = num_rows(nodes, bounds.look_ahead_rows) + uncomputed if nodes else 0
+            nodes = nodes_within(min(self._left, self._plan.room(request.seq_id)) - uncomputed, nodes, ahead)
+            taken = num_rows(nodes, ahead) + uncomputed if nodes else 0
             self._plan.take(request.seq_id, taken)
         self._left -= taken
         return nodes
 
 
-def room(request: Request, max_len: int) -> int:
-    """Return the longest chain whose acceptance and one more token stay within max_tokens and max_len."""
-    num_positions, max_tokens = request.num_positions, request.params.max_tokens
-    left = max_len - num_positions - 1
-    return left if max_tokens is None else min(left, max_tokens - (num_positions - len(request.prompt)) - 1)
+def nodes_within(rows: int, nodes: int, look_ahead_rows: int) -> int:
+    """Return how many of these nodes fit into a number of rows, with up to `look_ahead_rows` below each of them."""
+    nodes = max(0, min(nodes, rows))
+    while nodes and num_rows(nodes, look_ahead_rows) > rows:
+        nodes -= 1
+    return nodes

@@ -1,5 +1,15 @@
-from .adaptive import BUDGET as BUDGET, Adaptive as Adaptive, Experiments as Experiments
+from .adaptive import (
+    BUDGET as BUDGET,
+    Adaptive as Adaptive,
+    Array as Array,
+    Experiments as Experiments,
+    MethodAcceptance as MethodAcceptance,
+    Offers as Offers,
+    choose_jointly as choose_jointly,
+    choose_scored as choose_scored,
+)
 from .base import (
+    LONGEST as LONGEST,
     DraftLength as DraftLength,
     DraftLengthContext as DraftLengthContext,
     DraftOutcome as DraftOutcome,
@@ -36,12 +46,4 @@ from .measuring import (
     spread_token as spread_token,
     timed as timed,
     usual_tokens as usual_tokens,
-)
-from .plan import (
-    LONGEST as LONGEST,
-    Array as Array,
-    MethodAcceptance as MethodAcceptance,
-    Offers as Offers,
-    choose_jointly as choose_jointly,
-    choose_scored as choose_scored,
 )

@@ -1,44 +1,43 @@
 """The lengths with the most expected tokens per second, from past acceptance and the costs of steps on this machine.
 
-A plan (plan.py) compares every number of draft nodes, 0 included, for the whole batch at once, by the costs of steps
-(costs.py) and the estimated acceptance. It holds for some steps. What it leaves out is tried again by one schedule of
-experiments. The engine calls, in each step that is not paused:
+A plan compares every number of draft nodes, 0 included, for the whole batch at once, by the costs of steps (costs.py)
+and the estimated acceptance. It holds for some steps. What it leaves out is tried again by one schedule of experiments.
+The engine calls, in each step that is not paused:
 
     choose  ->  drafts  ->  trim, prefers (drafts with scores)  ->  target pass  ->  observe
+
+Estimates of the probability that a drafted token is accepted once its predecessor is come from past steps alone: by
+depth for a method that gives no scores, by score for one that does, and each sequence's own rate in proportion.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakSet
+from functools import partial
+from itertools import accumulate, chain
+from operator import attrgetter, truediv
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from typing_extensions import override
 
 from speculant.errors import ConfigError, suggest
-from speculant.lengths.base import DraftLength, DraftLengthContext, DraftOutcome, ScoredDraft, num_rows
+from speculant.lengths.base import LONGEST, DraftLength, DraftLengthContext, DraftOutcome, ScoredDraft, num_rows
 from speculant.lengths.costs import (
     LEARNT,
     LEAST_BACKLOG,
+    NO_ATTENTION,
     ROW_SHARE,
     UNKNOWN_COSTS,
+    AttentionSeconds,
     Backlogs,
     CostCurve,
     Mean,
     StepCosts,
-)
-from speculant.lengths.plan import (
-    Array,
-    MethodAcceptance,
-    Offers,
-    StepPlan,
-    asked_length,
-    choose_jointly,
-    choose_scored,
-    most_nodes,
 )
 from speculant.metrics import StepTiming
 from speculant.scheduling import Schedule
@@ -50,23 +49,303 @@ HOLDS, RESTS = 8, 64  # steps for which a plan holds, with drafts and without
 PATIENCE = 8  # calls in a row without a draft, after which a method is only tried, at most once in RESTS steps
 LOOKUP_MEMORY = 0.05  # weight of the newest call
 BUDGET = 0.002  # of the time, for each experiment
+PRIOR, PRIOR_TESTS = 0.7, 4.0  # of a method that has drafted nothing yet
+DEPTH_PRIOR_TESTS = 8.0  # tests at a depth that weigh as much as the rate at the depth above
+METHOD_MEMORY, SEQUENCE_MEMORY = 0.99, 0.9  # the weight that each test leaves to earlier tests
+SEQUENCE_PRIOR_TESTS = 30.0  # tests of a sequence that weigh as much as its method's rate
+SCORE_PRIOR_TESTS = 4.0  # tests of a score that weigh as much as the score itself
+BUCKETS = 10  # of scores from 0 to 1; the last one has 1 as well
+
+
+class Rate:
+    """Accepted over tested, where older tests count less.
+
+    prior: the estimate without tests, which weighs as much as `prior_tests`.
+    """
+
+    __slots__ = ("accepted", "prior", "prior_tests", "tested")
+
+    def __init__(self, prior: float, prior_tests: float) -> None:
+        self.prior, self.prior_tests, self.accepted, self.tested = prior, prior_tests, 0.0, 0.0
+
+    def add(self, accepted: int, memory: float, tested: int = 1) -> float:
+        """Count tests, and return the estimate."""
+        kept = memory if tested == 1 else memory**tested
+        self.accepted, self.tested = kept * self.accepted + accepted, kept * self.tested + tested
+        return (self.accepted + self.prior * self.prior_tests) / (self.tested + self.prior_tests)
+
+    def add_each(self, tests: Iterable[int], memory: float) -> float:
+        """Count tests one after the other, and return the estimate."""
+        for accepted in tests:
+            self.accepted, self.tested = memory * self.accepted + accepted, memory * self.tested + 1
+        return (self.accepted + self.prior * self.prior_tests) / (self.tested + self.prior_tests)
+
+
+class MethodAcceptance:
+    """The estimates of one method."""
+
+    def __init__(self) -> None:
+        self._whole, self._rate = Rate(PRIOR, PRIOR_TESTS), PRIOR  # of all tests, and its estimate
+        self._by_depth, self._depth_rates = list[Rate](), [PRIOR]
+        self._score_rates = [(bucket + 0.5) / BUCKETS for bucket in range(BUCKETS)]
+        self._by_score = [Rate(prior, SCORE_PRIOR_TESTS) for prior in self._score_rates]
+        self._by_sequence: WeakKeyDictionary[Request, Rate] = WeakKeyDictionary()
+
+    def survivals(self, request: Request, length: int, least: float = 0.0) -> list[float]:
+        """Return estimates that each of a chain's first `length` tokens is accepted together with all before it.
+
+        They end before the first one below `least`.
+        """
+        share, rates, survival, survivals = self._share(request), self._depth_rates, 1.0, list[float]()
+        for depth in range(length):
+            survival *= min(1.0, share * rates[min(depth, len(rates) - 1)])
+            if survival < least:
+                break
+            survivals.append(survival)
+        return survivals
+
+    def scored_survivals(self, draft: ScoredDraft, least: float) -> list[float]:
+        """Return the estimate that each node of a draft with scores is accepted, up to the first one below `least`."""
+        share, rates, survivals = self._share(draft.request), self._score_rates, list[float]()
+        for score, parent in zip(draft.scores, draft.parents, strict=True):
+            rate = min(1.0, share * rates[min(int(score * BUCKETS), BUCKETS - 1)])
+            survival = rate * (survivals[parent] if parent >= 0 else 1.0)
+            if survival < least:
+                break
+            survivals.append(survival)
+        return survivals
+
+    def observe(self, outcome: DraftOutcome, draft: ScoredDraft | None) -> None:
+        """Count the outcome of a draft; draft: its scores, None = it has none.
+
+        If a draft without scores is accepted whole and nodes are missing, the next one counts as rejected: lengths are
+        chosen before it is known what comes.
+        """
+        request, tests = outcome.request, [*outcome.accepted[: sum(outcome.tested)]]
+        if outcome.missing and draft is None and sum(outcome.accepted) == len(outcome.drafted):
+            tests.append(0)
+        own = self._by_sequence.get(request)
+        if own is None:
+            own = self._by_sequence[request] = Rate(self._rate, SEQUENCE_PRIOR_TESTS)
+        if draft is None:
+            self._observe_depths(tests)
+        else:
+            self._observe_scores(draft, outcome)
+        self._rate = self._whole.add(sum(tests), METHOD_MEMORY, len(tests))
+        own.add(sum(tests), SEQUENCE_MEMORY, len(tests))
+
+    def _observe_depths(self, tests: Sequence[int]) -> None:
+        """Count tests at the first depths; few tests at a depth weigh less than the rate at the depth above."""
+        while len(self._by_depth) < len(tests):
+            self._by_depth.append(Rate(PRIOR, DEPTH_PRIOR_TESTS if self._by_depth else PRIOR_TESTS))
+        above, rates = PRIOR, list[float]()
+        for depth, rate in enumerate(self._by_depth):
+            rate.prior = above
+            if depth < len(tests):  # as `add`, without a call for each depth
+                rate.accepted, rate.tested = (
+                    METHOD_MEMORY * rate.accepted + tests[depth],
+                    METHOD_MEMORY * rate.tested + 1,
+                )
+            above = (rate.accepted + above * rate.prior_tests) / (rate.tested + rate.prior_tests)
+            rates.append(above)
+        self._depth_rates = rates or [PRIOR]
+
+    def _observe_scores(self, draft: ScoredDraft, outcome: DraftOutcome) -> None:
+        """Count the nodes that were compared with the target's token, by their scores.
+
+        These are the children of the root and of the accepted nodes: the siblings of an accepted node were rejected.
+        """
+        path, kept, tests = set(outcome.path), sum(outcome.drafted), defaultdict[int, list[bool]](list)
+        expanded = {-1, *outcome.path[: max(0, sum(outcome.tested) - 1)]} if any(outcome.tested) else ()
+        for node, (score, parent) in enumerate(zip(draft.scores[:kept], draft.parents, strict=False)):
+            if parent in expanded:
+                tests[min(int(score * BUCKETS), BUCKETS - 1)].append(node in path)
+        for bucket, own in tests.items():
+            self._score_rates[bucket] = self._by_score[bucket].add_each(own, METHOD_MEMORY)
+
+    def forget(self, request: Request, steps: int) -> None:
+        """Move the rate of a sequence without drafts towards its method's, by a number of steps."""
+        if (own := self._by_sequence.get(request)) is not None:
+            own.accepted *= SEQUENCE_MEMORY**steps
+            own.tested *= SEQUENCE_MEMORY**steps
+
+    def _share(self, request: Request) -> float:
+        """Return a sequence's rate in proportion to its method's."""
+        own = self._by_sequence.get(request)
+        if own is None:
+            return 1.0
+        return (own.accepted + self._rate * SEQUENCE_PRIOR_TESTS) / (own.tested + SEQUENCE_PRIOR_TESTS) / self._rate
+
+
+Array = np.ndarray[Any, Any]
+Seconds = Callable[[Array, Array, Array], Array]
+
+
+@dataclass
+class StepPlan:
+    """The lengths of a step's sequences, and for how many more steps they hold.
+
+    made_for: for each sequence its id, its rows without a draft, and whether it only decodes. rows: the sum of these
+    rows. attention: the seconds of long texts, and of each node after them.
+    pure: whether all sequences only decode, and none is a beam search. gain: the share by which drafts without scores
+    are expected to raise the tokens per second; rate: these tokens per second. planned: methods without
+    scores that draft. asked: methods that are called because they may draft. given: sequences whose requests set the
+    length themselves. seconds: of the step by nodes, as far as they are known; none after the costs have changed.
+    """
+
+    made_for: list[tuple[int, int, bool]]
+    lengths: list[int]
+    rows: int
+    attention: AttentionSeconds = NO_ATTENTION
+    pure: bool = True
+    left: int = 0
+    gain: float = 0.0
+    rate: float = 0.0
+    planned: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    given: set[int] = field(default_factory=set)
+
+    @classmethod
+    def plain(cls, schedule: Schedule, made_for: list[tuple[int, int, bool]], costs: StepCosts, left: int) -> StepPlan:
+        """Return the plan that drafts nothing for a number of steps."""
+        rows, keys = list[int](), list[int]()
+        for (_, own, _), item in zip(made_for, schedule.items, strict=True):
+            rows.append(own)
+            keys.append(item.start + item.count)
+        return cls(made_for, [0] * len(rows), sum(rows), costs.attention(rows, keys), left=left)
+
+    def steps_s(self, costs: StepCosts, most: int) -> list[float]:
+        """Return the seconds of the step with 0 to at least `most` nodes, without drafting."""
+        if len(self.seconds) <= most:
+            self.seconds = costs.steps_s(self.rows, len(self.lengths), max(most, LONGEST), self.attention)
+        return self.seconds
+
+
+def choose_scored(survivals: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[int]:
+    """Choose how many nodes of each draft to verify, from its first one on.
+
+    survivals: estimates that the first nodes of each draft, the likeliest ones, are accepted. seconds: of steps with
+    0, 1, ... nodes.
+    """
+    if len(survivals) == 1:
+        rates = list(map(truediv, accumulate(survivals[0], initial=1.0), seconds))
+        return [rates.index(max(rates))]
+    offers, costs = Offers.of(survivals), np.array(seconds)
+    return choose_jointly(offers, len(survivals), lambda nodes, sequences, depth: costs[nodes]).counts
+
+
+class Offers(NamedTuple):
+    """Nodes by which the drafts of a step could grow, in arrays with an entry for each; those of a sequence in order.
+
+    gain: the probability that it is accepted, or the expected tokens of a whole tree. depth: 1 for the root's children.
+    owner: the place of its sequence. nodes: of each. seconds(nodes, sequences, depth): see `choose_jointly`.
+    """
+
+    gain: Array
+    depth: Array
+    owner: Array
+    nodes: int = 1
+
+    @classmethod
+    def of(cls, survivals: Sequence[Sequence[float]], depth: int = 0, nodes: int = 1) -> Offers:
+        """Return the offers of sequences, from the estimates that each node is accepted with all before it.
+
+        depth: of all offers; 0 = a chain's nodes are one below the other.
+        """
+        sizes = list(map(len, survivals))
+        gain = np.fromiter(chain.from_iterable(survivals), float, sum(sizes))
+        depths = np.full(len(gain), depth) if depth else np.concatenate([np.arange(1, size + 1) for size in sizes])
+        return cls(gain, depths, np.repeat(np.arange(len(sizes)), sizes), nodes)
+
+
+class Chosen(NamedTuple):
+    """The nodes of each sequence, and by which share they raise the tokens per second."""
+
+    counts: list[int]
+    gain: float
+
+
+def choose_jointly(offers: Offers, sequences: int, seconds: Seconds) -> Chosen:
+    """Choose which offers to draft.
+
+    seconds(nodes, sequences, depth): arrays of the time of steps with so many nodes in drafts of a depth for some of
+    the sequences. For each greatest depth, offers are taken in the order of their gain, and all numbers of them are
+    compared, because costs have cliffs.
+    """
+    if not len(offers.gain):
+        return Chosen([0] * sequences, 0.0)
+    order = np.argsort(-offers.gain, kind="stable")
+    depth, owner, most = offers.depth[order], offers.owner[order], int(offers.depth.max())
+    caps = np.arange(1, most + 1)[:, None] if sequences > 1 and offers.nodes == 1 else np.array([[most]])
+    taken = depth <= caps
+    gain = np.where(taken, offers.gain[order], 0.0).cumsum(axis=1)
+    begun = (taken & _firsts(owner)).cumsum(axis=1)
+    deepest = np.minimum(caps, np.maximum.accumulate(depth))
+    rates = (sequences + gain) / seconds(taken.cumsum(axis=1) * offers.nodes, begun, deepest)
+    cap, last = divmod(int(rates.argmax()), len(order))
+    none = np.zeros(1, int)
+    share = float(rates[cap, last] * seconds(none, none, none)[0] / sequences - 1)
+    if share <= 0:
+        return Chosen([0] * sequences, 0.0)
+    counts = np.bincount(owner[: last + 1][taken[cap, : last + 1]], minlength=sequences) * offers.nodes
+    return Chosen(counts.tolist(), share)
+
+
+def _firsts(values: Array) -> Array:
+    """Return for each value whether it is the first of its kind."""
+    firsts = np.zeros(len(values), bool)
+    firsts[np.unique(values, return_index=True)[1]] = True
+    return firsts
+
+
+def asked_length(request: Request) -> int | None:
+    """Return the number of draft tokens that a request sets itself; the cost does not change it."""
+    speculation = request.params.speculation
+    return speculation.get("num_speculative_tokens") if isinstance(speculation, Mapping) else None
 
 
 @dataclass
 class MethodRecord:
     """What is known of a method.
 
+    tree, look_ahead_rows, selects: see `DraftLengthContext`.
     has_scores: whether its last drafts had some. silent: its calls in a row that returned no draft. gain, seconds: of a
     call to a method with scores, which drafts nothing in most steps of an unfamiliar text: tokens accepted, without
     those of plain steps in the time that their verification takes, and the time for each sequence.
     """
 
+    tree: tuple[int, int] | None = None
+    look_ahead_rows: int = 0
+    selects: bool = False
     acceptance: MethodAcceptance = field(default_factory=MethodAcceptance)  # of drafts without scores
     scored: MethodAcceptance = field(default_factory=MethodAcceptance)
     has_scores: bool = False
     silent: int = 0
     gain: float = 1.0
     seconds: Mean = field(default_factory=Mean)
+
+    @property
+    def probe(self) -> int:
+        """How many nodes a draft has that is tried."""
+        return self.tree[0] if self.tree else PROBE
+
+
+class MethodRecords(dict[str, MethodRecord]):
+    """The record of each method, which begins with what its drafter announces; see `DraftLengthContext`."""
+
+    def __init__(
+        self,
+        trees: Callable[[str], tuple[int, int] | None],
+        look_ahead_rows: Callable[[str], int],
+        selects: Callable[[str], bool],
+    ) -> None:
+        super().__init__()
+        self._trees, self._look_ahead_rows, self._selects = trees, look_ahead_rows, selects
+
+    def __missing__(self, method: str) -> MethodRecord:
+        made = self[method] = MethodRecord(self._trees(method), self._look_ahead_rows(method), self._selects(method))
+        return made
 
 
 @dataclass
@@ -88,11 +367,13 @@ class MethodStep:
 class ObservedStep:
     """The outcomes of a step.
 
+    asked: how many drafts were asked for, by method.
     rows: of drafts in the pass, among them those of forced tokens. accepted: drafted nodes. depth: of the deepest draft
     that was asked for. late: a drafter processed a backlog.
     """
 
-    methods: defaultdict[str, MethodStep] = field(default_factory=lambda: defaultdict(MethodStep))
+    methods: defaultdict[str, MethodStep] = field(default_factory=partial(defaultdict, MethodStep))
+    asked: dict[str, int] = field(default_factory=dict)
     drafted: bool = False
     forced: bool = False
     rows: int = 0
@@ -100,6 +381,9 @@ class ObservedStep:
     accepted: int = 0
     depth: int = 0
     late: bool = False
+
+
+_WORK, _SEQ_ID = attrgetter("request.seq_id", "num_rows", "decodes"), attrgetter("seq_id")
 
 
 class Experiments:
@@ -155,10 +439,9 @@ class Adaptive(DraftLength):
         look_ahead_rows: Callable[[str], int] = lambda method: 0,
         selects: Callable[[str], bool] = lambda method: False,
     ) -> None:
-        self._longest, self._trees, self._look_ahead_rows, self._selects = longest, trees, look_ahead_rows, selects
+        self._longest, self._methods = longest, MethodRecords(trees, look_ahead_rows, selects)
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
         self._experiments, self._backlogs = Experiments(), Backlogs(self._costs)
-        self._methods: defaultdict[str, MethodRecord] = defaultdict(MethodRecord)
         self._plan = StepPlan([], [], 0)
         self._met: WeakSet[Request] = WeakSet()  # whose texts were looked up at least once
         self._scores: dict[int, ScoredDraft] = {}  # of this step, by sequence id
@@ -167,7 +450,7 @@ class Adaptive(DraftLength):
 
     @override
     def choose(self, schedule: Schedule) -> list[int]:
-        plan, work = self._plan, [(item.request.seq_id, item.num_rows, item.decodes) for item in schedule.items]
+        plan, work = self._plan, list(map(_WORK, schedule.items))
         if not plan.left or plan.made_for != work:
             plan = self._plan = self._make(schedule, work, plan)
         plan.left -= 1
@@ -194,22 +477,28 @@ class Adaptive(DraftLength):
 
     def _make(self, schedule: Schedule, work: list[tuple[int, int, bool]], before: StepPlan) -> StepPlan:
         """Return the plan of the next steps; work: see `StepPlan.made_for`."""
-        plan, by_method = StepPlan.plain(schedule, work, self._costs, RESTS), dict[str, list[int]]()
+        plan, by_method = (
+            StepPlan.plain(schedule, work, self._costs, RESTS),
+            dict[str, tuple[list[int], list[Request]]](),
+        )
         for place, (item, (_, _, decodes)) in enumerate(zip(schedule.items, work, strict=True)):
             request, method = item.request, item.request.drafts.method
             plan.pure = plan.pure and decodes and request.search is None
             if (asked := asked_length(request)) is not None or request.search is not None:
                 plan.lengths[place] = self._most(request) if asked is None else asked
                 plan.left = HOLDS
+                if asked is not None:
+                    plan.given.add(request.seq_id)
             elif decodes and method is not None:
-                by_method.setdefault(method, []).append(place)
+                places, requests = by_method.setdefault(method, ([], []))
+                places.append(place)
+                requests.append(request)
         self._drawn = {}
         if plan.pure and self._tries_plain(by_method, before):
             plan.left, plan.gain = PLAIN_STEPS, before.gain
             return plan
-        for method, places in by_method.items():
-            lengths = self._lengths(plan, method, [schedule.items[place].request for place in places])
-            for place, length in zip(places, lengths, strict=True):
+        for method, (places, requests) in by_method.items():
+            for place, length in zip(places, self._lengths(plan, method, requests), strict=True):
                 plan.lengths[place] = length
         return plan
 
@@ -217,11 +506,9 @@ class Adaptive(DraftLength):
         """Whether to begin some steps without drafts: only they show how long they take."""
         self._experiments.end("plain")
         price = PLAIN_STEPS * before.gain / (1 + before.gain)
-        if (
-            not before.gain
-            or all(self._methods[each].has_scores for each in methods)
-            or self._experiments.left("plain")
-        ):
+        if not before.gain or self._experiments.left("plain"):
+            return False
+        if all(self._methods[each].has_scores for each in methods):
             return False
         self._experiments.begin("plain", price=price)
         return True
@@ -234,10 +521,10 @@ class Adaptive(DraftLength):
         known, most = self._methods[method], [self._most(request) for request in requests]
         silent = known.silent >= PATIENCE
         if silent and not known.has_scores:
-            most = [min(self._probe(method), each) for each in most]
-        elif self._selects(method):
+            most = [min(known.probe, each) for each in most]
+        elif known.selects:
             lengths = self._joint_lengths(plan, method, requests, most)
-            self._drawn |= {request.seq_id: each for request, each in zip(requests, lengths, strict=True)}
+            self._drawn.update(zip(map(_SEQ_ID, requests), lengths, strict=True))
             if any(lengths):
                 return most
         elif not known.has_scores:
@@ -261,7 +548,8 @@ class Adaptive(DraftLength):
         self, plan: StepPlan, method: str, requests: Sequence[Request], most: Sequence[int]
     ) -> list[int]:
         """Choose the lengths of drafts without scores, or of an experiment with them."""
-        own, count = self._look_ahead_rows(method), len(requests)
+        known, count = self._methods[method], len(requests)
+        own = known.look_ahead_rows
         pass_s = np.array(plan.steps_s(self._costs, num_rows(sum(most), own, count)))
         plain_s = float(pass_s[0])
         draft_s = self._costs.drafts_s(method, count, max(most, default=0))
@@ -289,7 +577,7 @@ class Adaptive(DraftLength):
             plan.left = 1 + bool(own)
             return twice
         if not experiments.left(*trial):
-            probes = [min(self._probe(method), each) for each in most]
+            probes = [min(known.probe, each) for each in most]
             tried, wait_s = self._backlogs.affordable(method, requests, probes, plain_s / count)
             if any(tried):
                 plan.planned.append(method)
@@ -299,13 +587,8 @@ class Adaptive(DraftLength):
                 return tried
         plan.left = min(plan.left, experiments.left(*trial) or RESTS)  # one that is due may not be affordable
         for request in requests:
-            self._methods[method].acceptance.forget(request, plan.left)
+            known.acceptance.forget(request, plan.left)
         return counts
-
-    def _probe(self, method: str) -> int:
-        """Return how many nodes a draft has that is tried."""
-        tree = self._trees(method)
-        return tree[0] if tree else PROBE
 
     def _expected(self, method: str, requests: Sequence[Request], counts: Sequence[int]) -> float:
         """Return how many tokens of chains without scores are expected to be accepted."""
@@ -314,7 +597,7 @@ class Adaptive(DraftLength):
 
     def _offers(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> Offers:
         """Return the nodes that drafts without scores may have; chains end before one that is not worth its row."""
-        acceptance, tree = self._methods[method].acceptance, self._trees(method)
+        acceptance, tree = self._methods[method].acceptance, self._methods[method].tree
         if tree is None or min(most) < tree[0]:
             pairs = zip(requests, most, strict=True)
             return Offers.of([acceptance.survivals(request, longest, ROW_SHARE) for request, longest in pairs])
@@ -323,17 +606,16 @@ class Adaptive(DraftLength):
 
     @override
     def trim(self, drafts: Sequence[ScoredDraft]) -> list[int]:
-        survivals, parents, most = list[list[float]](), list[Sequence[int]](), 0
+        survivals, most = list[list[float]](), 0
         self._scores.clear()
         for draft in drafts:
             self._scores[draft.request.seq_id] = draft
             acceptance = self._methods[str(draft.request.drafts.method)].scored
             survivals.append(acceptance.scored_survivals(draft, ROW_SHARE))
-            parents.append(draft.parents)
             most += len(survivals[-1])
-        counts = choose_scored(survivals, parents, self._plan.steps_s(self._costs, most))
+        counts = choose_scored(survivals, self._plan.steps_s(self._costs, most))
         for place, draft in enumerate(drafts):
-            if asked_length(draft.request) is not None:
+            if draft.request.seq_id in self._plan.given:
                 counts[place] = len(draft.scores)
         return counts
 
@@ -344,17 +626,18 @@ class Adaptive(DraftLength):
         Where a model would draw nothing, the deterministic draft is taken, and cut with those of the batch.
         """
         plan, method, length = self._plan, str(request.drafts.method), self._drawn.get(request.seq_id, 0)
-        if not length or asked_length(request) is not None:
+        if not length:
             return True
-        draft_s = self._costs.drafts_s(method, sum(map(bool, self._drawn.values())), length)[-2:, length]
-        drawn_s = float(draft_s[1] - draft_s[0])  # of one more sequence
+        drawn = sum(map(bool, self._drawn.values()))
+        draft_s = self._costs.drafts_s(method, drawn, length)
+        drawn_s = float(draft_s[drawn, length] - draft_s[drawn - 1, length])  # of one more sequence
         pass_s = plan.steps_s(self._costs, max(length, len(scores)))
         known = self._methods[method]
-        drawn = sum(known.acceptance.survivals(request, length)) - plan.rate * (drawn_s + pass_s[length])
+        worth = sum(known.acceptance.survivals(request, length)) - plan.rate * (drawn_s + pass_s[length])
         draft, nodes, gain = ScoredDraft(request, scores, parents), 0, 0.0
         for survival in known.scored.scored_survivals(draft, ROW_SHARE):
             nodes, gain = nodes + 1, gain + survival
-            if gain - plan.rate * pass_s[nodes] >= drawn:
+            if gain - plan.rate * pass_s[nodes] >= worth:
                 return True
         return False
 
@@ -363,8 +646,13 @@ class Adaptive(DraftLength):
         return self._drawn.get(request.seq_id)
 
     def _most(self, request: Request) -> int:
-        method = str(request.drafts.method)
-        return most_nodes(request, self._longest, self._trees(method), self._look_ahead_rows(method))
+        """Return the most nodes of a draft: the request's number, else the user's, else a whole tree, or LONGEST."""
+        known, most = self._methods[str(request.drafts.method)], request.drafts.num_tokens
+        if most is None:
+            most = self._longest
+        if most is None:
+            most = known.tree[0] if known.tree else LONGEST
+        return min(most, known.look_ahead_rows) if known.look_ahead_rows else most
 
     @override
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
@@ -400,6 +688,7 @@ class Adaptive(DraftLength):
             outcome = self._without_usual(outcome, method)
         draft = self._scores.get(request.seq_id)
         own.asked.append(outcome)
+        step.asked[method] = len(own.asked)
         own.came = own.came or rows > 0
         step.depth = max(step.depth, len(outcome.drafted) + outcome.missing)
         if nodes:
@@ -419,9 +708,9 @@ class Adaptive(DraftLength):
         A model draws up to the length that this policy selected for it, look-ahead rows give as many as there are, and
         a tree may have fewer nodes at the same depth.
         """
-        came = sum(outcome.drafted)
+        came, known = sum(outcome.drafted), self._methods[method]
         most = self._drawn.get(outcome.request.seq_id, came + outcome.missing)
-        fewer = self._look_ahead_rows(method) or (came and self._trees(method))
+        fewer = known.look_ahead_rows or (came and known.tree)
         return outcome._replace(missing=0 if fewer else max(0, most - came))
 
     def _follow_method(self, method: str, own: MethodStep) -> None:
@@ -459,9 +748,9 @@ class Adaptive(DraftLength):
         plan, rows = self._plan, step.rows
         attention_s = plan.attention.seconds(rows)
         self._costs.observe_step(self._experiments.step, plan.rows + rows, len(plan.lengths), timing, attention_s)
-        asked = [(method, len(own.asked)) for method, own in step.methods.items() if own.asked]
-        if len(asked) == 1 and not (step.late or step.forced or (self._scores and self._drawn)):
-            self._costs.observe_draft(*asked[0], step.depth, draft_s)
+        if len(step.asked) == 1 and not (step.late or step.forced or (self._scores and self._drawn)):
+            ((method, sequences),) = step.asked.items()
+            self._costs.observe_draft(method, sequences, step.depth, draft_s)
         plan.seconds = []
 
     def _follow_plain(self, timing: StepTiming) -> None:

@@ -24,6 +24,7 @@ from speculant.types import DraftTree, Request
 
 logger = logging.getLogger(__name__)
 _NAME = "the draft length policy"
+LONGEST = 16  # nodes of a draft unless the user sets a number
 
 
 class DraftOutcome(NamedTuple):
@@ -58,13 +59,20 @@ class ScoredDraft(NamedTuple):
 
 
 class DraftLength(ABC):
-    """Chooses draft lengths from past outcomes alone. A policy extends it and defines at least `choose` and `observe`.
+    """Chooses draft lengths from past outcomes alone. A policy extends it and defines at least `choose`.
 
     `choose` runs before anything is drawn, so that it can't depend on drawn tokens: that would bias ratio rules.
     keeps_up: whether drafters also process the tokens of sequences whose length is 0, so that no backlog builds up.
+    observes: whether it learns from steps, as a class that defines `observe` does.
     """
 
     keeps_up: bool = False
+    observes = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "observe" in vars(cls):
+            cls.observes = True
 
     @abstractmethod
     def choose(self, schedule: Schedule) -> list[int]:
@@ -74,8 +82,7 @@ class DraftLength(ABC):
         numbers of rounds.
         """
 
-    @abstractmethod
-    def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
+    def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:  # noqa: B027 - it may learn nothing
         """Record a step: its timing, and the outcomes of all sequences with a draft or a call for one."""
 
     def pause(self) -> int:
@@ -99,7 +106,7 @@ class DraftLength(ABC):
         return None
 
 
-_CALLS = ("keeps_up", "choose", "observe", "pause", "trim", "prefers", "longest_unscored")
+_CALLS = ("keeps_up", "observes", "choose", "observe", "pause", "trim", "prefers", "longest_unscored")
 
 
 def completed(policy: Any) -> DraftLength:
@@ -107,6 +114,7 @@ def completed(policy: Any) -> DraftLength:
     if all(hasattr(policy, call) for call in _CALLS):
         return cast(DraftLength, policy)
     found = _Usual()
+    found.observes = hasattr(policy, "observe")
     for call in _CALLS:
         if hasattr(policy, call):
             setattr(found, call, getattr(policy, call))
@@ -117,10 +125,6 @@ class _Usual(DraftLength):
     @override
     def choose(self, schedule: Schedule) -> list[int]:
         raise DraftLengthError("the policy has no call `choose`", "define it; see docs/adding-a-draft-length.md.")
-
-    @override
-    def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
-        """Nothing depends on it."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,8 @@ class GuardedLength:
     """
 
     def __init__(self, policy: DraftLength, measurement: Measurement | None = None) -> None:
-        self.policy, self._measurement, self.keeps_up = policy, measurement or Measurement(), policy.keeps_up
+        self.policy, self._measurement = policy, measurement or Measurement()
+        self.keeps_up, self.observes = policy.keeps_up, policy.observes
         self._guard = Guard(logger, "and the step goes on without drafts")
         self.paused = False  # in this step, which the policy does not observe either
         self._left, self._spare = 0, 0  # steps of the pause, and the spare tokens of each: the same rows are scheduled

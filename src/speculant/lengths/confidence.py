@@ -14,9 +14,8 @@ from typing import Any
 from typing_extensions import override
 
 from speculant.errors import ConfigError, suggest
-from speculant.lengths.base import DraftLengthContext, ScoredDraft
+from speculant.lengths.base import LONGEST, DraftLengthContext, ScoredDraft
 from speculant.lengths.fixed import Fixed
-from speculant.lengths.plan import LONGEST
 
 THRESHOLD = 0.4
 

@@ -95,10 +95,13 @@ class CostCurve:
 
     def observe(self, size: int, seconds: float) -> None:
         """Follow a step of this size: all seconds move, then those of this size alone. No smaller size takes more."""
-        self.level.follow(math.log(max(seconds / self.at(size), SMALLEST)) + self.level.value)
+        known_s = (self._table if size < len(self._table) else self._interpolate(size))[size]
+        ratio = max(seconds / (known_s * math.exp(self.level.value)), SMALLEST)
+        self.level.follow(math.log(ratio) + self.level.value)
         self._seen[size] += 1
-        change = min(math.log(max(seconds / self.at(size), SMALLEST)), OUTLIER)  # no other program makes a step fast
-        own = self._table[size] * math.exp(change / (1 + self._seen[size]))
+        ratio = max(seconds / (known_s * math.exp(self.level.value)), SMALLEST)
+        change = min(math.log(ratio), OUTLIER)  # no other program makes a step fast
+        own = known_s * math.exp(change / (1 + self._seen[size]))
         if size not in self._points:
             self._points = dict(sorted([*self._points.items(), (size, own)]))
         self._points[size] = own
@@ -152,6 +155,10 @@ class AttentionSeconds(NamedTuple):
 NO_ATTENTION = AttentionSeconds()
 
 
+_LEVEL = itemgetter(1)  # of a step's number and level
+_NO_TABLE = np.zeros((0, LEAST_TABLE))
+
+
 class Reading(NamedTuple):
     """The seconds that a drafter with a cache of its own takes for a text: for each token, and each key before it."""
 
@@ -188,6 +195,7 @@ class StepCosts:
     rest: Mean = field(default_factory=Mean)
     plain_rest: Mean = field(default_factory=Mean)
     last: dict[bool, deque[tuple[int, float]]] = field(default_factory=_last_passes)
+    tables: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)  # of `drafts_s`, until the curves change
 
     def attention(self, rows: Sequence[int], keys: Sequence[int]) -> AttentionSeconds:
         """Return the time that attention adds to a pass, from each sequence's rows without a draft, and its keys."""
@@ -201,8 +209,8 @@ class StepCosts:
 
         A pass takes at least as long as one without nodes.
         """
-        plain_s = self.plain_s(rows, attention)
-        passes = self.passes.between(rows + 1, rows + most + 1)
+        first_s, *passes = self.passes.between(rows, rows + most + 1)
+        plain_s = (first_s + attention.plain_s) * math.exp(min(0.0, self.share))
         if attention != NO_ATTENTION:
             passes = list(map(add, passes, count(attention.plain_s + attention.node_s, attention.node_s)))
         rest_s = sequences * max(self.rest.value, self.plain_rest.value)
@@ -211,19 +219,22 @@ class StepCosts:
             *map(add, repeat(rest_s), map(max, passes, repeat(plain_s))),
         ]
 
-    def plain_s(self, rows: int, attention: AttentionSeconds = NO_ATTENTION) -> float:
-        """Return the seconds of a pass without drafts."""
-        return (self.passes.at(rows) + attention.plain_s) * math.exp(min(0.0, self.share))
-
     def draft_s(self, method: str, sequences: int, depth: int) -> float:
         """Return the time to draft to a depth for some sequences; 0 for depth 0, and for a method without curves."""
         return float(self.drafts_s(method, sequences, depth)[sequences, depth])
 
     def drafts_s(self, method: str, sequences: int, depth: int) -> np.ndarray[Any, Any]:
-        """Return the times [sequences + 1, depth + 1] to draft for 0 to `sequences` sequences to each depth."""
-        found = np.zeros((sequences + 1, depth + 1))
-        curves = self.drafts.get(method)
-        if curves and depth:
+        """Return the times to draft for 0 to at least `sequences` sequences, to the depths 0 to at least `depth`."""
+        found = self.tables.get(method, _NO_TABLE)
+        if found.shape[0] <= sequences or found.shape[1] <= depth:
+            found = self._interpolate(method, max(sequences, found.shape[0]), max(depth, found.shape[1]))
+            self.tables[method] = found
+        return found
+
+    def _interpolate(self, method: str, sequences: int, depth: int) -> np.ndarray[Any, Any]:
+        """Return the times [sequences + 1, depth + 1] of drafts."""
+        found, curves = np.zeros((sequences + 1, depth + 1)), self.drafts.get(method)
+        if curves:
             counts = sorted(curves)
             rows = np.array([curves[count].between(1, depth + 1) for count in counts])
             places = np.arange(1, sequences + 1)
@@ -245,6 +256,7 @@ class StepCosts:
                 nearest = min(curves, key=lambda count: abs(count - sequences))
                 seconds *= curves[nearest].at(depth) / self.draft_s(method, sequences, depth)
             curves[nearest].observe(depth, seconds)
+            self.tables.pop(method, None)
 
     def observe_step(self, step: int, rows: int, sequences: int, timing: StepTiming, attention_s: float) -> None:
         """Follow a step with drafts, whose attention was expected to take attention_s. step: its number.
@@ -277,8 +289,8 @@ class StepCosts:
                 last.popleft()
         if other:
             self.compared += 1
-            with_drafts, without = (median_low(map(itemgetter(1), self.last[kind])) for kind in (True, False))
-            change = without - with_drafts - self.share
+            with_drafts, without = self.last[True], self.last[False]
+            change = median_low(map(_LEVEL, without)) - median_low(map(_LEVEL, with_drafts)) - self.share
             self.share += max(DRIFT, 1 / self.compared) * min(max(change, -OUTLIER), OUTLIER)
         return level
 

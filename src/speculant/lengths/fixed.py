@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from typing_extensions import override
 
 from speculant.errors import ConfigError
-from speculant.lengths.base import DraftLength, DraftLengthContext, DraftOutcome
-from speculant.metrics import StepTiming
+from speculant.lengths.base import DraftLength, DraftLengthContext
 from speculant.scheduling import Schedule
 
 
@@ -25,10 +22,6 @@ class Fixed(DraftLength):
             own = item.request.drafts.num_tokens
             lengths.append(self._length if own is None else own)
         return lengths
-
-    @override
-    def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
-        """The length stays the same."""
 
 
 def build(context: DraftLengthContext) -> Fixed:

@@ -149,6 +149,7 @@ class Calibration(Measurement):
             method: {int(count): CostCurve(points(curve)) for count, curve in curves.items()}
             for method, curves in kept["drafts"].items()
         }
+        costs.tables.clear()
 
     def _measured(self, costs: StepCosts, path: Path) -> Slices:
         """Measure everything, and keep the curves if they are complete and the machine was not busy."""

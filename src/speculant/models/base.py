@@ -147,6 +147,10 @@ class Chain:
     topk: of a dynamic tree (drafting/growth.py), the children of the root and of the most confident nodes of
     each depth, and the number of these nodes; 0 = another draft. limit is then the number of all children. `scores` are
     those of the tokens, see `DraftTree.scores`. source: see `SequenceInput`.
+
+    is_tree: nodes may have siblings. softened: greedy tokens have distributions at temperature 1, to compare with
+    `stop_below` or to rank siblings. emits_probs: a verifier reads `probs`; softened distributions are not those that
+    greedy tokens are drawn from.
     """
 
     request: Request
@@ -163,10 +167,11 @@ class Chain:
     scores: Sequence[float] | None = None
     source: int | None = None
 
-    @property
-    def is_tree(self) -> bool:
-        """Whether nodes may have siblings."""
-        return bool(self.widths) or self.topk > 0
+    def __post_init__(self) -> None:
+        request, self.is_tree = self.request, bool(self.widths) or self.topk > 0
+        ranked = self.stop_below > 0 or (self.is_tree and request.drafts.shared_noise)
+        self.softened = ranked and request.params.greedy
+        self.emits_probs = not (request.drafts.shared_noise or self.softened)
 
     @property
     def num_inner(self) -> int:
@@ -187,17 +192,6 @@ class Chain:
             levels, first, size = levels + 1, first + size, deeper
         return levels
 
-    @property
-    def softened(self) -> bool:
-        """Whether greedy tokens have distributions at temperature 1, to compare with `stop_below` or rank siblings."""
-        ranked = self.stop_below > 0 or (self.is_tree and self.request.drafts.shared_noise)
-        return ranked and self.request.params.greedy
-
-    @property
-    def emits_probs(self) -> bool:
-        """Whether a verifier reads `probs`. Softened distributions are not those that greedy tokens are drawn from."""
-        return not (self.request.drafts.shared_noise or self.softened)
-
     def draft(self) -> DraftTree:
         """Return the tokens that were drawn."""
         if self.parents is not None and self.tokens:
@@ -207,7 +201,8 @@ class Chain:
     @property
     def num_positions(self) -> int:
         """How many cache positions the chain needs."""
-        return len(self.input_tokens) + self.num_inner
+        inner = self.num_inner if self.is_tree else max(0, self.limit - 1)
+        return len(self.input_tokens) + inner
 
 
 @dataclass(frozen=True)
@@ -390,7 +385,7 @@ def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.d
     """Reserve slots for every input and concatenate the sequences (docs/references.md, verification pass)."""
     segments, tokens, positions, slot_mapping = list[Segment](), list[int](), list[int](), list[int]()
     embeddings, hidden = dict[int, Tensor](), list[Tensor]()
-    others = [list[int]() for _ in range(cache.num_groups - 1)]
+    others = list(map(list[int], [()] * (cache.num_groups - 1)))
     for sequence in inputs:
         seq_id, own_tokens, tree, own_embeddings, own_hidden, length, source = sequence
         if own_hidden is not None:

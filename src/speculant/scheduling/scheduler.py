@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -54,7 +54,9 @@ class Scheduled:
     """`count` committed tokens of a request that this step computes, from position `start` on.
 
     tree: the live hypotheses of a beam search that are computed after the newest of them. source: what the encoder of
-    an encoder-decoder model has read, at the latest in this step.
+    an encoder-decoder model has read, at the latest in this step. num_rows: rows that it takes of the budget and of the
+    cache. completes: the newest token is among its tokens, so that a next one can be chosen. decodes: only that token
+    was missing, so that a draft may follow it and all live hypotheses.
     """
 
     request: Request
@@ -62,11 +64,15 @@ class Scheduled:
     count: int
     tree: DraftTree = NO_DRAFT
     source: Source | None = None
+    num_rows: int = field(init=False)
+    completes: bool = field(init=False)
+    decodes: bool = field(init=False)
 
-    @property
-    def num_rows(self) -> int:
-        """Rows that the item takes of the budget and of the cache."""
-        return self.count + self.tree.size
+    def __post_init__(self) -> None:
+        search = self.request.search
+        self.num_rows = self.count + self.tree.size
+        self.completes = self.start + self.count == len(self.request.tokens)
+        self.decodes = self.completes and self.count == 1 and (search is None or search.beams.completed_by(self.tree))
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -77,18 +83,6 @@ class Scheduled:
     def tokens(self) -> list[int]:
         """The input tokens."""
         return self.request.tokens[self.start : self.start + self.count]
-
-    @property
-    def completes(self) -> bool:
-        """Whether the newest token is among them, so that a next one can be chosen."""
-        return self.start + self.count == len(self.request.tokens)
-
-    @property
-    def decodes(self) -> bool:
-        """Whether only the newest token was missing, so that a draft may follow it and all live hypotheses."""
-        if self.count != 1 or self.start + 1 != len(self.request.tokens):
-            return False
-        return self.request.search is None or self.request.search.beams.completed_by(self.tree)
 
 
 class Encoding(NamedTuple):
@@ -190,7 +184,7 @@ class Schedule:
         for index, item in enumerate(self.items):
             if item.request.finished:
                 continue
-            plan = cache.plan()
+            plan = ReservationPlan(cache)
             for other in self.items[index:]:
                 plan.take(other.request.seq_id, other.num_rows)
             yield replace(self, items=[item], sources=(), plan=plan)
@@ -225,7 +219,8 @@ class RowDivision:
         waited: the steps in a row, by sequence, that had no time for its work.
         """
         standings, running, few = self._standings, self._standings.running, self._standings.accounts.few
-        budgets, items, encoded, late = self._budgets(few), list[Scheduled](), dict[Source, Encoding](), set[str]()
+        items, encoded, late = list[Scheduled](), dict[Source, Encoding](), set[str]()
+        budgets = {running[0].sender.client.name: self._budget} if few and running else self._budgets()
         alone = len(running) == 1
         parts = {} if alone else self._parts(budgets)
         work, self.late = WorkBudget.of(running, standings.accounts), {}
@@ -254,7 +249,7 @@ class RowDivision:
             item = self._item(request, source, budget, plan)
             if item is not None:
                 items.append(item)
-                budgets[name] -= item.count + item.tree.size
+                budgets[name] -= item.num_rows
                 if request.call in parts:
                     parts[request.call] -= item.num_rows
             elif self._least(request) <= budget and request is not standings.last():
@@ -265,15 +260,13 @@ class RowDivision:
         others = [other for other in self._standings.running if other.seq_id in source.holders and other is not first]
         return Encoding(source, [first, *others])
 
-    def _budgets(self, few: bool) -> dict[str, int]:
-        """Return the rows of this step that each client with running requests may use; few: there is one at most.
+    def _budgets(self) -> dict[str, int]:
+        """Return the rows of this step that each client with running requests may use.
 
         The client with the lowest counter gets at least the rows that its widest beam search needs, or its longest
         source beside its other requests, so that each client gets them in its turn.
         """
         standings, budget = self._standings, self._budget
-        if few:
-            return {standings.running[0].sender.client.name: budget} if standings.running else {}
         needs, least, weights = Counter[str](), Counter[str](), dict[str, float]()
         longest, counts = Counter[str](), Counter[str]()  # the longest source, and the requests
         for request in sorted(standings.running, key=standings.place, reverse=True):
@@ -425,14 +418,14 @@ class Scheduler:
                 self._target.release(request.seq_id)
                 self._start(request)
         admitted, preempted = self._admit() if self.waiting else ([], [])
-        plan, waited = self._target.plan(), self._division.late
+        plan, waited = ReservationPlan(self._target), self._division.late
         while (divided := self._division.divide(plan, waited)) is None:
             preempted.append(self.standings.last())
             self._preempt(preempted[-1])
-            plan = self._target.plan()
+            plan = ReservationPlan(self._target)
         (items, sources, work), spare = divided, self._limits.max_num_batched_tokens
         for item in items:
-            spare -= item.count + item.tree.size
+            spare -= item.num_rows
             self._unstarted.pop(item.request.seq_id, None)
         for encoding in sources:
             spare -= encoding.num_rows
@@ -570,7 +563,7 @@ class Scheduler:
 
     def _fits(self, request: Request) -> bool:
         """Whether the target's cache has room for all that the running requests and this one lack, sources included."""
-        plan = self._target.plan()
+        plan = ReservationPlan(self._target)
         if not all(plan.take(source.seq_id, len(source.tokens)) for source in self.sources.missing()):
             return False
         for other in self.running:

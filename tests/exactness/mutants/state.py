@@ -312,7 +312,7 @@ BATCH = [
     Mutant(
         "draft rows not counted in the batch",
         RUNNER,
-        "first = root + tree.num_rows",
+        "first = root + inputs[-1].tree.size",
         "first = root",
         OWN_TOKENS.format("greedy-script-slotted"),
     ),

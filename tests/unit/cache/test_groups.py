@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from speculant.cache import KVCache, Moves, first_seen, paged_cache, slotted_cache
+from speculant.cache import KVCache, Moves, ReservationPlan, first_seen, paged_cache, slotted_cache
 from speculant.errors import CapacityError
 from tests.blocks import moves_of, table_of, token_cache
 from tests.caches import SHAPE, assert_holds, feed
@@ -59,7 +59,7 @@ def test_a_table_has_a_part_for_each_group(cache: KVCache) -> None:
 def test_a_group_without_room_refuses_and_nothing_changes(cache: KVCache) -> None:
     cache.reserve(1, 15)
     cache.fork(1, 2)
-    assert cache.plan().take(3, 8), "the first group decides"
+    assert ReservationPlan(cache).take(3, 8), "the first group decides"
     with pytest.raises(CapacityError, match="3 more cache blocks for layers with a window of 6 positions and 1 of 5"):
         cache.reserve(3, 9)
     assert (cache.length(3), num_free(cache)) == (0, [8, 1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.cache import KVCache
+from speculant.cache import KVCache, ReservationPlan, Slots
 from speculant.errors import CapacityError
 from tests.blocks import held_slots, moves_of, token_cache
 
@@ -74,7 +74,7 @@ def test_of_two_holders_of_a_block_one_gets_a_copy() -> None:
     slotted = token_cache(2, 12, keep_prefixes=False, max_len=12)
     slotted.reserve(1, 5)
     slotted.fork(1, 2)
-    shared, plan = held_slots(slotted, 1), slotted.plan()
+    shared, plan = held_slots(slotted, 1), ReservationPlan(slotted)
     assert (plan.take(1, 1), plan.take(2, 7), plan.room(1), plan.room(2)) == (True, True, 6, 0)
     slotted.reserve(2, 7)
     (moves,) = moves_of(slotted)

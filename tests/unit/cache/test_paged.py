@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from speculant.cache import KVCache
+from speculant.cache import KVCache, ReservationPlan
 from speculant.errors import CapacityError
 from tests.blocks import assert_holds, feed, token_cache
 
@@ -219,7 +219,7 @@ def test_a_cut_across_a_boundary_leaves_no_stale_block(drop: Callable[[KVCache],
 def test_kept_prefixes_count_as_free() -> None:
     cache = cache_of(4)
     serve_and_leave(cache, 1, range(8))
-    assert (cache.free_tokens(), cache.plan().room(2)) == (16, 16)
+    assert (cache.free_tokens(), ReservationPlan(cache).room(2)) == (16, 16)
     feed(cache, 2, [50] * 16)
     assert num_known(cache, range(8)) == 0
 
@@ -284,14 +284,14 @@ def test_a_copy_needs_room_too() -> None:
     cache = cache_of(3)
     feed(cache, 1, range(6))
     cache.fork(1, 2)
-    plan = cache.plan()
+    plan = ReservationPlan(cache)
     assert (plan.room(1), plan.room(2)) == (2, 2)
     plan.take(1, 2)
     assert plan.room(2) == 2, "it is alone in the block then"
     assert plan.take(2, 2)
     assert not plan.take(2, 1)
     feed(cache, 3, [50])
-    assert [cache.plan().room(seq_id) for seq_id in (1, 2, 3, 4)] == [0, 0, 3, 0]
+    assert [ReservationPlan(cache).room(seq_id) for seq_id in (1, 2, 3, 4)] == [0, 0, 3, 0]
     with pytest.raises(CapacityError, match=r"sequence 1 needs 1 more .* 0 of 3 are free\n.*Fix: raise kv_memory"):
         cache.reserve(1, 1)
 

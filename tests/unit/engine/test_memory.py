@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, given, strategies as st
 
-from speculant.cache import CacheShape, KVCache
+from speculant.cache import CacheShape, KVCache, ReservationPlan
 from speculant.config import EngineConfig, Limits
 from speculant.engine import FALLBACK, CacheMemory, Need, build_engine, free_memory, memory as memory_module
 from speculant.errors import CapacityError
@@ -322,7 +322,7 @@ def test_a_text_and_its_source_of_the_greatest_lengths_fit(
         assume(fits is not None)
         memory = memory_for(int(fits[1]) if fits else None)
         cache = memory.make_target()
-    limits, plan = memory.limits, cache.plan()
+    limits, plan = memory.limits, ReservationPlan(cache)
     assert positions(cache) * TARGET.bytes_per_token <= kv_memory
     assert plan.take(-1, limits.max_source_len)
     assert plan.take(1, limits.max_model_len)

@@ -104,7 +104,7 @@ class SimulatedEngine:
         slow = [own[len(self.tokens) % len(own)] for own in self._texts.slowness]
         draft_s, pass_s, rest_s = (float(own) * factor for own, factor in zip(true_s, slow, strict=True))
         drafted = started + self._own_s + draft_s
-        timing = StepTiming(started, drafted, drafted + pass_s, drafted + pass_s + rest_s)
+        timing = StepTiming(started, drafted, drafted + pass_s, rest_s)
         self.clock = timing.verified + rest_s
         outcomes = [outcome_of(*each) for each in self._commit(requests, counts, by_model) if each[1]]
         if outcomes or not paused:

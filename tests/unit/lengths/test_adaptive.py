@@ -219,8 +219,9 @@ def test_adaptive_drafts_a_request_s_own_length(wished: int) -> None:
     params = SamplingParams(temperature=0, speculation={"num_speculative_tokens": wished})
     request = make_request([1], [], params, method="some")
     schedule = Schedule([Scheduled(request, 0, 1)], None, 10**6, [], [])  # type: ignore[arg-type]
-    assert USELESS["random"].adaptive().choose(schedule) == [wished]
-    assert USELESS["random"].adaptive().trim([ScoredDraft(request, [0.0] * 5, range(-1, 4))]) == [5]
+    policy = USELESS["random"].adaptive()
+    assert policy.choose(schedule) == [wished]
+    assert policy.trim([ScoredDraft(request, [0.0] * 5, range(-1, 4))]) == [5]
 
 
 def selector_of(alpha: float) -> tuple[Adaptive, Request]:
@@ -236,7 +237,7 @@ def selector_of(alpha: float) -> tuple[Adaptive, Request]:
             accepted = next((place for place in range(drafted) if alpha < 0.5), drafted)
             policy.observe(
                 [outcome_of(request, drafted, accepted)],
-                StepTiming(0.0, 0.1 * drafted, 1.0 + 0.12 * drafted, 1.0 + 0.12 * drafted),
+                StepTiming(0.0, 0.1 * drafted, 1.0 + 0.12 * drafted),
             )
     return policy, request
 

@@ -11,7 +11,7 @@ from speculant.scheduling import Schedule, Scheduled
 from speculant.types import DraftRules, Request
 from tests.models import make_request
 
-TIMING = StepTiming(0.0, 0.1, 1.1, 1.2)
+TIMING = StepTiming(0.0, 0.1, 1.1, 0.1)
 PASSES = CostCurve({1: 1.0, 64: 6.4})
 READING = Reading(0.008, 1e-6)
 DRAFTS = {"some": {1: CostCurve({1: 0.1, 8: 0.8})}}
@@ -105,6 +105,6 @@ def test_a_late_draft_does_not_change_the_cost_of_drafts(late: bool, draft_s: fl
         policy._backlogs.note(request)
     before = own.draft_s("some", 1, 1)
     chosen(policy, request)
-    policy.observe([DraftOutcome(request, [1], [1], [1], (0,))], StepTiming(0.0, draft_s, draft_s + 1.0, 1.0 + draft_s))
+    policy.observe([DraftOutcome(request, [1], [1], [1], (0,))], StepTiming(0.0, draft_s, draft_s + 1.0))
     after = own.draft_s("some", 1, 1)
     assert (after > before) - (after < before) == change

@@ -60,7 +60,7 @@ def test_drafts_with_scores_are_cut_where_they_stop_paying(seed: int) -> None:
     rng = np.random.default_rng(seed)
     survivals = survivals_of(rng, 2)
     seconds = [1.0, *(1.0 + rng.exponential(0.2, 6).cumsum())]
-    counts = choose_scored(survivals, [range(-1, DEPTH - 1)] * 2, seconds)
+    counts = choose_scored(survivals, seconds)
     table = np.array(seconds)[:, None, None] * np.ones((1, 3, DEPTH + 1))
     best = max(rate_of(each, survivals, table) for each in product(range(DEPTH + 1), repeat=2))
     assert rate_of((counts[0], counts[1]), survivals, table) == pytest.approx(best)

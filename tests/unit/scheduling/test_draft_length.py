@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from speculant.beams import Beams
-from speculant.engine import DraftBounds, DraftBudget, room
+from speculant.drafting import DrafterNeeds, TargetNeeds
+from speculant.engine import DraftBudget
 from speculant.lengths import Fixed
 from speculant.params import SamplingParams
 from speculant.scheduling import Schedule, Scheduled
@@ -53,12 +54,9 @@ def limits_of(
     look_ahead_rows: int = 0,
 ) -> list[int]:
     schedule = Schedule(items, Pool(memory), budget, [], [])
-    bounds, budget = (
-        DraftBounds(max_len, max_nodes, nodes_per_beam or 0, look_ahead_rows),
-        DraftBudget(schedule, most_nodes),
-    )
-    lengths = Fixed(length).choose(schedule)
-    return [budget.take(item, length, bounds) for item, length in zip(items, lengths, strict=True)]
+    needs = DrafterNeeds(max_nodes=max_nodes, nodes_per_beam=nodes_per_beam, target=TargetNeeds(inputs=look_ahead_rows))
+    budget, lengths = DraftBudget(schedule, most_nodes), Fixed(length).choose(schedule)
+    return [budget.take(item, length, needs, max_len) for item, length in zip(items, lengths, strict=True)]
 
 
 @pytest.mark.parametrize(("wanted", "expected"), [(None, 4), (0, 0), (7, 7)])
@@ -183,4 +181,7 @@ def test_limits_hold_together(
         assert limit == 0 or longest <= max_len
         assert limit == 0 or max_tokens is None or item.request.num_output + limit + 1 <= max_tokens
     if min(budget, memory) >= length * len(items) and max_nodes is None:
-        assert limits == [max(0, min(length, room(item.request, max_len))) for item in items]
+        for item, limit in zip(items, limits, strict=True):
+            too_long = len(item.request.tokens) + limit + 2 > max_len
+            too_many = max_tokens is not None and item.request.num_output + limit + 2 > max_tokens
+            assert limit == length or too_long or too_many, "a longer draft would fit"

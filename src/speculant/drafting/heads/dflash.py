@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from speculant.cache import KVCache
+from speculant.cache import KVCache, ReservationPlan
 from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.growth import Drafting, chain_input, fit_vocabulary
 from speculant.drafting.heads.folder import BLOCKS, SPECULATORS, HeadFolder, Renamed, require_target
@@ -120,7 +120,7 @@ class BlockRunner(HiddenStateRunner):
     @override
     def plan(self, drafting: Drafting) -> list[Chain]:
         """Set `limit` to 0 for a sequence without room for a block that is deep enough."""
-        chains, plan, rows = super().plan(drafting), self.cache.plan(), dict[int, int]()
+        chains, plan, rows = super().plan(drafting), ReservationPlan(self.cache), dict[int, int]()
         for chain in chains:
             plan.take(chain.request.seq_id, len(chain.input_tokens))
         for chain in chains:

@@ -22,8 +22,7 @@ from typing_extensions import override
 
 from speculant.cache import KVCache
 from speculant.drafting.base import TargetNeeds
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner
+from speculant.drafting.model.drafter import DraftModelRunner, ModelDrafter
 from speculant.drafting.topology import DynamicTree, TreeTopology
 from speculant.kernels import REFERENCE, Sampler
 from speculant.models import CausalLM, SequenceInput, known
@@ -239,7 +238,7 @@ class HiddenStateRunner(DraftModelRunner):
 
     def _salt(self, request: Request) -> str:
         """Add the first tokens, on which the first row depends, and which are not among the keys."""
-        return f"{' '.join(map(str, request.tokens[: self._shift]))} {super()._salt(request)}"
+        return f"{' '.join(map(str, request.tokens[: self._shift]))} {self.model.needs.salt(request)}"
 
     def _restart(self, followed: _Followed, start: int) -> None:
         self.cache.release(followed.request.seq_id)

@@ -20,8 +20,7 @@ from speculant.errors import SpeculantError
 from speculant.kernels import gumbel
 from speculant.models import encode_sources
 from speculant.params import SamplingParams
-from speculant.sampling import KeyedNoise, Node, mix_in
-from speculant.sampling.distribution import distribution
+from speculant.sampling import KeyedNoise, Node, distribution, mix_in
 from speculant.scheduling import Scheduled
 from speculant.text import TextStream, compile_stops
 from speculant.types import NOT_ENDED, CommittedRows, DraftTree, Request
@@ -226,9 +225,7 @@ class TargetReader:
         outputs, logits = forward_target(self._model, self._cache, scheduled, trees, self._layers)
         if self._layers or ahead is not None:
             for item, output in zip(scheduled, outputs, strict=True):
-                own = None if output.ahead is None else output.ahead[0]
-                rows = CommittedRows(item.start, item.tokens, (), output.hidden, ahead=own)
-                self._rows.append((item.request, rows))
+                self._rows.append((item.request, output.committed_rows((), ())))
                 self._cache.truncate_to(item.request.seq_id, item.start + item.count)
         return logits
 

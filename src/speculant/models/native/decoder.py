@@ -78,33 +78,28 @@ FEWEST_POSITIONS = 256  # in the tables at first
 class AngleTables:
     """The tables of a description's `rotations`, in their order. They grow with the positions that are used.
 
-    tensors: cosines and sines [rows, rotated / 2], and factors of queries [rows] where there are some. widths: of the
-    rows of each table.
+    positions: how many they have. tensors: cosines and sines [rows, rotated / 2], and factors of queries [rows] where
+    there are some. widths: of the rows of each table. cosines, sines, factors: the addresses of pointers to them.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
         self._rotaries, self._restarts = [*rotaries(config).values()], config.restart_at is not None
         self.widths = array("q", [rotary.pairs for rotary in self._rotaries])
         self.tensors: list[Tensor] = []
-        self._positions = 0
         self._pointers: tuple[array[int], ...] = ()
-        self._cosines = self._sines = 0  # addresses of the pointers
-        self._factors: int | None = None
-
-    def point(self, on: Pass, end: int) -> None:
-        """Let a pass point to tables that have the positions below `end`."""
-        if end > self._positions and self._rotaries:
-            self._grow(next_power(end))
-        on.cosines, on.sines, on.query_factors = self._cosines, self._sines, self._factors
+        self.positions = self.cosines = self.sines = 0
+        self.factors: int | None = None
 
     def rows(self, positions: Tensor, long: Tensor) -> Tensor | None:
-        """Return the rows of the tables [T] for rows of a pass, after `point`; None = their positions.
+        """Return the rows of the tables [T] for rows of a pass; None = their positions.
 
         long: see `Batch.long_rows`.
         """
-        return positions + self._positions * long if bool(long.any()) else None
+        return positions + self.positions * long if bool(long.any()) else None
 
-    def _grow(self, positions: int) -> None:
+    def grow(self, end: int) -> None:
+        """Make the tables have the positions below `end`."""
+        self.positions = positions = next_power(end)
         at, long = torch.arange(positions), None
         if self._restarts:
             at, long = at.repeat(2), torch.arange(2 * positions) >= positions
@@ -113,9 +108,8 @@ class AngleTables:
         self.tensors = [table for of_one in both for table in of_one] + [each for each in factors if each is not None]
         cosines, sines = (array("Q", [of_one[i].data_ptr() for of_one in both]) for i in (0, 1))
         scaling = array("Q", [0 if each is None else each.data_ptr() for each in factors])
-        self._pointers, self._cosines, self._sines = (cosines, sines, scaling), address(cosines), address(sines)
-        self._factors = address(scaling) if any(scaling) else None
-        self._positions = positions
+        self._pointers, self.cosines, self.sines = (cosines, sines, scaling), address(cosines), address(sines)
+        self.factors = address(scaling) if any(scaling) else None
 
 
 def _halves(rotary: Rotary, at: Tensor, long: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -166,7 +160,7 @@ class ChainRows:
 
     def __init__(self, chains: Sequence[Chain], vocab_size: int, cache: KVCache, groups: int) -> None:
         tokens, positions, segments, end = list[int](), list[int](), list[int](), 0
-        slots, groups_apart = [list[int]() for _ in range(cache.num_groups)], cache.num_groups > 1
+        slots, groups_apart = list(map(list[int], [()] * cache.num_groups)), cache.num_groups > 1
         self._tables: list[array[int]] = []
         self._positions, self._ends, self.most_drawn = positions, list[int](), 0
         self._angles: Tensor | None = None
@@ -207,7 +201,7 @@ class ChainRows:
         self._angles = angles
         on.angles = None if angles is None else angles.data_ptr()
         size = 8 * self.count
-        on.tokens = first = address(self._memory)
+        on.tokens = first = self._memory.buffer_info()[0]
         on.positions, on.slots, on.segments = first + size, first + 2 * size, first + (2 + self._groups) * size
         on.num_segments = self._num_segments
 
@@ -295,22 +289,13 @@ FEWEST_ROWS = 16  # that the buffers have room for at first
 
 
 class LayerPointers:
-    """The addresses of each layer's keys and values in a storage."""
+    """The addresses of each layer's keys and values in a storage. keys, values: where they are listed."""
 
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers = num_layers
-        self._storage: weakref.ref[KVStorage] | None = None  # of the addresses
-        self._pointers: tuple[array[int], array[int]] | None = None
-        self._keys = self._values = 0  # addresses of the pointers
-
-    def point(self, on: Pass, storage: KVStorage) -> None:
-        """Let a pass point to a storage's layers."""
-        if self._storage is None or self._storage() is not storage:
-            layers = [storage.layer(layer) for layer in range(self._num_layers)]
-            keys, values = (array("Q", [layer[i].data_ptr() for layer in layers]) for i in (0, 1))
-            self._pointers, self._keys, self._values = (keys, values), address(keys), address(values)
-            self._storage = weakref.ref(storage)
-        on.keys, on.values = self._keys, self._values
+    def __init__(self, storage: KVStorage, num_layers: int) -> None:
+        layers = [storage.layer(layer) for layer in range(num_layers)]
+        keys, values = (array("Q", [layer[i].data_ptr() for layer in layers]) for i in (0, 1))
+        self.storage, self._pointers = weakref.ref(storage), (keys, values)
+        self.keys, self.values = address(keys), address(values)
 
 
 class Layout(NamedTuple):
@@ -367,7 +352,8 @@ class NativeDecoder(BackendModel, HeadHost):
         self.needs = ModelNeeds(source=config.encoder is not None, restart_at=config.restart_at)
         self._buffers, self._programs = Buffers(packed, FEWEST_ROWS), dict[tuple[int, ...], Program]()
         self._encoders = dict[type[SourceKeys], SourceKeys]()  # over the same buffers
-        self._angles, self._layers = AngleTables(config), LayerPointers(config.num_layers)
+        self._angles = AngleTables(config)
+        self._layers: LayerPointers | None = None  # of the storage of the last pass
         self._head = linear(
             packed.head, None, None, packed.head_bias, factor=config.head.scale, softcap=config.head.softcap
         )
@@ -518,7 +504,7 @@ class NativeDecoder(BackendModel, HeadHost):
 
     def layout(self, batch: Batch, storage: KVStorage) -> Layout:
         """Return the arguments of the program for a batch."""
-        groups = batch.num_groups
+        groups = 1 if batch.group_slots is None else batch.num_groups
         segments, parents, end = _segments(batch, groups)
         if self._learned_positions:
             self._check_learned(int(batch.positions.max()) + 1)
@@ -530,7 +516,7 @@ class NativeDecoder(BackendModel, HeadHost):
             require_one(groups, self._num_groups)
             slots = slots.repeat(self._num_groups)
         on.slots = slots.data_ptr()
-        on.num_segments, on.segments = len(batch.segments), address(segments)
+        on.num_segments, on.segments = len(batch.segments), segments.buffer_info()[0]
         on.parents = address(parents) if parents else None
         inputs = None if batch.embeddings is None else self._inputs(batch, batch.embeddings)
         long = None if self.needs.restart_at is None else batch.long_rows(self.needs)
@@ -559,8 +545,13 @@ class NativeDecoder(BackendModel, HeadHost):
         if most > self._buffers.room:
             self._buffers, self._programs, self._encoders = Buffers(self.packed, next_power(most)), {}, {}
         on = Pass(rows=rows, block=block_size, groups=self._num_groups)
-        self._angles.point(on, end)
-        self._layers.point(on, storage)
+        angles, layers = self._angles, self._layers
+        if end > angles.positions and angles.widths:
+            angles.grow(end)
+        if layers is None or layers.storage() is not storage:
+            layers = self._layers = LayerPointers(storage, self.num_layers)
+        on.cosines, on.sines, on.query_factors = angles.cosines, angles.sines, angles.factors
+        on.keys, on.values = layers.keys, layers.values
         return on
 
     @override
@@ -581,12 +572,9 @@ class NativeDecoder(BackendModel, HeadHost):
         foreseen, others = list[Chain](), list[Chain]()
         for chain in chains:
             (foreseen if is_foreseeable(chain) else others).append(chain)
-        if foreseen:
-            self._draw_at_once(foreseen, cache, vocab_size)
-        return others
-
-    def _draw_at_once(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> None:
-        chains = sorted(chains, key=attrgetter("limit"), reverse=True)
+        if not foreseen:
+            return others
+        chains = sorted(foreseen, key=attrgetter("limit"), reverse=True)
         if cache.num_groups != self._num_groups:
             require_one(cache.num_groups, self._num_groups)
         assert not self.needs.source or all(chain.source is not None for chain in chains), "a chain has no source"
@@ -604,15 +592,18 @@ class NativeDecoder(BackendModel, HeadHost):
                 drawn.call.num_logits = self.vocab_size
                 drawn.call.head_tokens = None if self._head_tokens is None else self._head_tokens.data_ptr()
             drawn.prepare(drawing, self.kernels.scratch)
-            self._enter(chains, drawn.call)
-            self.kernels.draft(self.program.ops, self._head, on, drawn.call)
+            self.kernels.draft(self._entered(chains, drawn.call).ops, self._head, on, drawn.call)
             drawn.write_to(drawing)
         else:
-            self._enter(chains, None)
-            self.kernels.run(self.program.ops, on)
+            self.kernels.run(self._entered(chains, None).ops, on)
+        return others
 
-    def _enter(self, chains: Sequence[Chain], draft: Draft | None) -> None:
-        """Set the inputs that rows have besides tokens: none here. draft: the draws that follow, if any."""
+    def _entered(self, chains: Sequence[Chain], draft: Draft | None) -> Program:
+        """Return the program, after setting the inputs that rows have besides tokens: none here.
+
+        draft: the draws that follow, if any.
+        """
+        return self._programs.get(()) or self._recorded(())
 
 
 def _segments(batch: Batch, groups: int) -> tuple[array[int], array[int], int]:

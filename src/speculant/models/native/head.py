@@ -236,7 +236,8 @@ class NativeHead(NativeDecoder):
         self.kernels.run(program.ops, layout.on)
         return Hidden(copied(program.hidden[:rows]), carried=copied(program.carried[:rows]))
 
-    def _enter(self, chains: Sequence[Chain], draft: Draft | None) -> None:
+    @override
+    def _entered(self, chains: Sequence[Chain], draft: Draft | None) -> Program:
         program, first = self.program, 0
         for chain in chains:
             assert chain.hidden is not None, "a head reads a hidden state for each row"
@@ -245,3 +246,4 @@ class NativeHead(NativeDecoder):
         if draft is not None:
             draft.carried, draft.states = program.carried.data_ptr(), program.states.data_ptr()
             draft.state_size = self.hidden_size
+        return program
