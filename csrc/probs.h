@@ -228,7 +228,7 @@ static void make_probs(const ProbsJob &job, WorkQueue *stages) {
   stages[4].run(pieces, [&](int64_t p) { normalise(job, p / job.chunks(), p % job.chunks()); });
 }
 
-// The hashes of sampling/chance.py (splitmix64): of one number, and of the tokens from `first` on.
+// The hashes of sampling/choice.py (splitmix64): of one number, and of the tokens from `first` on.
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u;
 
 template <class T>

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from speculant.cache import CacheShape, KVCache, KVStorage
 from speculant.models import Batch, Chain, Hidden, ModelNeeds, Segment, context_slots, visible_keys
-from speculant.sampling import Chance, Node
-from speculant.sampling.distribution import distribution
+from speculant.sampling import Chance, Node, distribution
 from speculant.types import Request
 from tests.caches import read, seen_from
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from speculant.errors import ConfigError, suggest
-from speculant.speculation import is_whole
 
 Check = Callable[[str, Any], None]
 
@@ -32,6 +31,11 @@ def check_fields(values: object, checks: Mapping[str, Check]) -> None:
     """Check the attributes of an object, by their names."""
     for name, check in checks.items():
         check(name, getattr(values, name))
+
+
+def is_whole(given: object) -> TypeGuard[int]:
+    """Whether a value is a whole number: neither a truth value nor a number with a fraction, even of zero."""
+    return isinstance(given, int) and not isinstance(given, bool)
 
 
 def kind(holds: Callable[[Any], bool], problem: str, fix: str) -> Check:

@@ -19,6 +19,7 @@ from speculant.checks import (
     check_place,
     check_positive,
     check_whole,
+    is_whole,
     kind,
     one_of,
     optional,
@@ -26,7 +27,6 @@ from speculant.checks import (
 from speculant.errors import ConfigError, suggest
 from speculant.files import cache_folder
 from speculant.params import MAX_LOGPROBS, MAX_SPECULATIVE_TOKENS
-from speculant.speculation import is_whole
 
 logger = logging.getLogger(__name__)
 

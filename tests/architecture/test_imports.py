@@ -24,7 +24,7 @@ def test_native_parts_stay_behind_a_backend() -> None:
     [
         ("drafting.model.runner", "from speculant.models.native.decoder import NativeDecoder", 1),
         ("engine.step", "from speculant.kernels.native import Kernels", 1),
-        ("sampling.chance", "from ..kernels import native", 1),
+        ("sampling.choice", "from ..kernels import native", 1),
         ("models.weights.load", "from speculant.models.backends import native", 1),
         ("models.backends.native", "from speculant.models.native.decoder import NativeDecoder", 0),
         ("engine.step", "from speculant.kernels.base import Sampler", 0),
@@ -47,7 +47,7 @@ def test_native_import_is_found(name: str, line: str, found: int) -> None:
         ("scheduling.scheduler", "from speculant.cache import storage"),
         ("scheduling.scheduler", "from speculant.models.base import Batch"),
         ("cache.base", "from speculant.plugins import load"),
-        ("sampling.chance", "from speculant.cache.base import KVCache"),
+        ("sampling.choice", "from speculant.cache.base import KVCache"),
         ("engine.step", "from speculant.lab.training import lm"),
         ("engine.step", "from speculant.lab.theory.speedup import best_length"),
         ("text", "from speculant.models.base import CausalLM"),

@@ -10,17 +10,17 @@ import pytest
 from tests.architecture.rooms import ROOT, USERS, defined, home, inner_imports, rooms, size
 
 SLACK = 0.05  # of a budget, which follows a room that shrinks
-INNER_IMPORTS = 169  # of names that two files of a room have, of names that are also a file's; may only fall
+INNER_IMPORTS = 159  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1196, 5),
     "cli": (2975, 12),
-    "drafting": (7200, 44),
+    "drafting": (7191, 43),
     "engine": (5074, 18),
     "kernels": (1612, 7),
     "lab.bench": (4356, 16),
     "lab.cli": (2993, 19),
-    "lab.exactness": (1602, 7),
+    "lab.exactness": (1598, 7),
     "lab.fleet": (1229, 6),
     "lab.inflation": (1013, 8),
     "lab.quantize": (942, 6),
@@ -28,7 +28,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lab.training": (4236, 31),
     "lengths": (1960, 8),
     "models": (13443, 68),
-    "sampling": (431, 4),
+    "sampling": (419, 3),
     "scale": (1970, 12),
     "scheduling": (1084, 4),
     "serving": (8298, 36),

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from speculant.kernels import NO_TOKEN, NativeSampler, ReferenceSampler, RowDraw, open_kernels, usable_sets
 from speculant.params import SamplingParams
-from speculant.sampling import KeyedNoise, Node, Purpose, Stream, mix, mix_in
-from speculant.sampling.distribution import distribution
+from speculant.sampling import KeyedNoise, Node, Purpose, Stream, distribution, mix, mix_in
 from tests.examples import examples
 from tests.models import make_request
 

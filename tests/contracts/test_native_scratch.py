@@ -116,7 +116,7 @@ PASSES = (
     + """
 from speculant.kernels.native import Pass
 from speculant.models.base import SequenceInput, build_batch
-from speculant.sampling.distribution import sampling_settings
+from speculant.sampling import sampling_settings
 from speculant.params import SamplingParams
 from speculant.types import DraftTree
 from tests.contracts.test_native_scratch import small_model
@@ -159,7 +159,7 @@ DRAFT = (
 from speculant.kernels.native import Pass
 from speculant.kernels.native import NativeSampler
 from speculant.models.base import Chain, SequenceInput, build_batch
-from speculant.sampling.chance import KeyedChances
+from speculant.sampling import KeyedChances
 from speculant.types import DraftTree
 from tests.contracts.test_native_scratch import small_model
 from tests.models import make_request

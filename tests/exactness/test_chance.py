@@ -15,7 +15,7 @@ from speculant.kernels import gumbel, reference
 from speculant.lab.exactness import Branches, EnumeratingChance, enumerate_outcomes
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
-from speculant.sampling import Chance, KeyedChances, KeyedNoise, Purpose, Stream, chance as chance_module, mix
+from speculant.sampling import Chance, KeyedChances, KeyedNoise, Purpose, Stream, choice, mix
 from speculant.types import DraftTree, Request
 from speculant.verification import Rejection
 from tests.exactness.selection import slow_but
@@ -124,10 +124,10 @@ def test_accept_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream(7, (Purpose.ACCEPT, Purpose.DRAW), 0)
     assert not any(stream.accept(0.0) for _ in range(200))
     assert all(stream.accept(1.0) for _ in range(200))
-    monkeypatch.setattr(chance_module, "mix_in", lambda *values: 0)  # u = 0
+    monkeypatch.setattr(choice, "mix_in", lambda *values: 0)  # u = 0
     assert not stream.accept(0.0)
     assert stream.accept(1e-300)
-    monkeypatch.setattr(chance_module, "mix_in", lambda *values: 2**64 - 1)  # the largest u
+    monkeypatch.setattr(choice, "mix_in", lambda *values: 2**64 - 1)  # the largest u
     assert stream.accept(1.0)
     assert not stream.accept(1 - 1e-15)
 
@@ -135,7 +135,7 @@ def test_accept_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bits", [0, 1 << 11, 1 << 63, 2**64 - 1])
 def test_no_draw_without_weight(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
     stream = Stream(0, (Purpose.ACCEPT, Purpose.DRAW), 0)
-    monkeypatch.setattr(chance_module, "mix_in", lambda *values: bits)
+    monkeypatch.setattr(choice, "mix_in", lambda *values: bits)
     for weights in ([0, 0.3, 0, 0.1, 0], [0, 0, 1e-300], [1e-300, 0], [0, 0.1, 0.2, 0.3, 0], [0, 0, 3, 0]):
         assert weights[stream.draw(torch.tensor(weights, dtype=torch.float64))] > 0
 

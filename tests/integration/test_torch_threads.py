@@ -65,5 +65,5 @@ def test_steps_leave_torchs_threads_asleep() -> None:
     assert len(said) == len(CASES)
     woken = [case for slept, *case in said if not slept]
     assert not woken, (
-        "torch has used its threads: compute that by the kernels, by numpy or row by row (sampling/distribution.py)"
+        "torch has used its threads: compute that by the kernels, by numpy or row by row (sampling/choice.py)"
     )

@@ -98,9 +98,14 @@ from .methods import (
     takes_model as takes_model,
 )
 from .model.cascade import CascadeDrafter as CascadeDrafter, InnerDrafter as InnerDrafter, copy_of as copy_of
-from .model.drafter import ModelDrafter as ModelDrafter, OnePassDrafter as OnePassDrafter, mask_of as mask_of
+from .model.drafter import (
+    DraftModelRunner as DraftModelRunner,
+    DraftSources as DraftSources,
+    ModelDrafter as ModelDrafter,
+    OnePassDrafter as OnePassDrafter,
+    mask_of as mask_of,
+)
 from .model.intersection import intersect as intersect
-from .model.runner import DraftModelRunner as DraftModelRunner, DraftSources as DraftSources
 from .model.specinfer import SpecInfer as SpecInfer
 from .model.target_cache import make_target_drafter as make_target_drafter
 from .topology import (

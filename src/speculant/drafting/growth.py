@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,14 +30,15 @@ from typing_extensions import override
 from speculant.beams import Beams, Hypothesis, Scored, tree_of
 from speculant.cache import KVCache
 from speculant.drafting.composite import Proposals
-from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import Distributions, DynamicTree, Pick, StaticTree, TreeTopology
 from speculant.kernels import REFERENCE, Sampler
 from speculant.models import CausalLM, Chain, SequenceInput, build_batch, known
-from speculant.sampling import Chances, KeyedNoise, MostLikely, Node, rank, take_rows, top_tokens
-from speculant.sampling.distribution import distribution
+from speculant.sampling import Chances, KeyedNoise, MostLikely, Node, distribution, rank, take_rows, top_tokens
 from speculant.tree import tokens_to
 from speculant.types import DraftTree, Request
+
+if TYPE_CHECKING:
+    from speculant.drafting.model.drafter import DraftModelRunner
 
 Drafting = Sequence[tuple[Request, int]]  # requests with their limits
 NextProbs = Callable[[Sequence[Node]], Tensor]  # nodes -> the distribution [r, V] in float64 of each one's next token

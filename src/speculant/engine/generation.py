@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speculant.checks import is_whole
 from speculant.constraints import Constraint
 from speculant.engine.engine import Engine
 from speculant.engine.logprobs import LogprobRow
@@ -23,7 +24,6 @@ from speculant.engine.requests import CheckedRequest
 from speculant.errors import RequestError, SpeculantError, suggest
 from speculant.metrics import RequestMetrics
 from speculant.params import SamplingParams
-from speculant.speculation import is_whole
 from speculant.structured import Reasoning
 from speculant.text import ExpectedReasoning, StopStrings, TextStream, Tokenizer
 from speculant.types import ANYONE, Client, CompletionOutput, Logprobs, Request, RequestOutput, StepOutput

@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from speculant.beams import Beams, BeamSearch
+from speculant.checks import is_whole
 from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.drafting import DrafterNeeds, Drafters
@@ -24,7 +25,6 @@ from speculant.metrics import PassTotals, RequestMetrics, TimingMetrics
 from speculant.models import NO_RULES, OutputRules
 from speculant.params import SamplingParams
 from speculant.sampling import Purpose, mix
-from speculant.speculation import is_whole
 from speculant.structured import JoinedConstraint, Vocabulary, constrain_all
 from speculant.types import ANYONE, NO_WORK, Client, Request, StepWork, StopChecker, WorkRate
 from speculant.verification import Verifier

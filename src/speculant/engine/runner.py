@@ -29,6 +29,7 @@ from speculant.sampling import (
     Node,
     Noise,
     Stream,
+    distribution,
     foresee,
     most_likely,
     rank,
@@ -36,7 +37,6 @@ from speculant.sampling import (
     take_rows,
     top_tokens,
 )
-from speculant.sampling.distribution import distribution
 from speculant.scheduling import NO_DRAFT, Scheduled
 from speculant.types import CommittedRows, DraftTree, Request, Successors, Verdict, state_rows
 from speculant.verification import CheckedVerifier, Verifier, Verifiers, follow

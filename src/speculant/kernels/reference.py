@@ -79,7 +79,7 @@ def _widened(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-_GOLDEN = 0x9E3779B97F4A7C15  # of splitmix64, as in `sampling.chance.mix_in`
+_GOLDEN = 0x9E3779B97F4A7C15  # of splitmix64, as in `sampling.choice.mix_in`
 _FIRST_LOOK = 64  # candidates of top-p and min-p rows examined first
 _WIDEN = 8  # factor of more candidates if these are too few
 

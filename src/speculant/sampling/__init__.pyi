@@ -1,21 +1,20 @@
-from .chance import (
+from .choice import (
+    GROUP as GROUP,
     Chance as Chance,
     Chances as Chances,
     KeyedChances as KeyedChances,
     KeyedNoise as KeyedNoise,
     MostLikely as MostLikely,
+    Node as Node,
     Noise as Noise,
     Purpose as Purpose,
     Stream as Stream,
+    copied as copied,
+    distribution as distribution,
+    edits_of as edits_of,
     foresee as foresee,
     mix as mix,
     mix_in as mix_in,
-)
-from .distribution import (
-    GROUP as GROUP,
-    Node as Node,
-    copied as copied,
-    edits_of as edits_of,
     most_likely as most_likely,
     rank as rank,
     row_maxima as row_maxima,

@@ -16,9 +16,9 @@ class Mutant:
     killer: str
 
 
-CHANCE, DISTRIBUTION = "sampling/chance.py", "sampling/distribution.py"
+CHANCE, DISTRIBUTION = "sampling/choice.py", "sampling/choice.py"
 SAMPLER = "kernels/reference.py"
-DRAFT_RUNNER, ATTENTION = "drafting/model/runner.py", "models/reference.py"
+DRAFT_RUNNER, ATTENTION = "drafting/model/drafter.py", "models/reference.py"
 CACHE = "cache/paged.py"
 RUNNER, COMMIT, ENGINE = "engine/runner.py", "engine/commit.py", "engine/engine.py"
 LOGPROBS, COUNTS, VERIFY, PROPOSE = "engine/logprobs.py", "counts.py", "engine/runner.py", "engine/step.py"

@@ -12,8 +12,7 @@ from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor
 
 from speculant.params import SamplingParams
-from speculant.sampling import Node
-from speculant.sampling.distribution import distribution
+from speculant.sampling import Node, distribution
 from tests.examples import examples
 from tests.models import make_request
 from tests.unit.sampling.reference import edited, is_clear_cut, reference_distribution

@@ -14,8 +14,7 @@ from speculant.constraints import unpacked
 from speculant.errors import RequestError
 from speculant.kernels import REFERENCE, NativeEdits, NativeSampler, Sampler, edit, open_kernels, usable_sets
 from speculant.params import SamplingParams
-from speculant.sampling import Node, edits_of, sampling_settings
-from speculant.sampling.distribution import distribution
+from speculant.sampling import Node, distribution, edits_of, sampling_settings
 from speculant.types import Request
 from tests.automata import bitset
 from tests.examples import examples

@@ -21,8 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from speculant.cache import KVCache
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner
+from speculant.drafting.model.drafter import DraftModelRunner, ModelDrafter
 from speculant.drafting.topology import DynamicTree, TreeTopology
 from speculant.kernels import REFERENCE, Sampler
 from speculant.models import CausalLM, SequenceInput, known

@@ -40,8 +40,7 @@ from speculant.drafting.heads.page import HeadPage, last_state, load_head, make_
 from speculant.errors import ModelError
 from speculant.kernels import REFERENCE, Sampler
 from speculant.models import CausalLM, Chain, DecoderConfig, StateEntry, build_batch, count, read_plain, text_config
-from speculant.sampling import Node
-from speculant.sampling.distribution import distribution
+from speculant.sampling import Node, distribution
 from speculant.types import CommittedRows, DraftTree, Request
 
 KIND = "mtp"

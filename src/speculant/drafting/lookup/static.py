@@ -24,8 +24,7 @@ from speculant.drafting.growth import draw_chains, new_chains
 from speculant.drafting.lookup.tables import BigramTables
 from speculant.errors import ConfigError
 from speculant.kernels import REFERENCE, Sampler
-from speculant.sampling import Chances, Node
-from speculant.sampling.distribution import distribution
+from speculant.sampling import Chances, Node, distribution
 from speculant.types import DraftTree, Request
 
 METHOD = Method(default_length=2)  # a bigram hardly ever guesses three tokens

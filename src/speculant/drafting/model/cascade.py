@@ -25,8 +25,7 @@ from speculant.drafting.base import DrafterContext, Method, read_options
 from speculant.drafting.composite import CompositeDrafter, SubDrafter, build_sub_drafter
 from speculant.drafting.heads.short import read_head_tokens
 from speculant.drafting.methods import WITH_MODEL
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner
+from speculant.drafting.model.drafter import DraftModelRunner, ModelDrafter
 from speculant.models import Chain
 from speculant.types import CommittedRows, DraftTree, Request
 

@@ -1,20 +1,32 @@
-"""A drafter around one model: chains, trees of a topology, and continuations of a beam search's hypotheses.
+"""A draft model: its KV cache, and the drafter around it, which draws many sequences in one batch.
 
-With a dynamic tree, requests that a ratio rule verifies get chains as long as the tree is deep.
+It drafts chains, trees of a topology, and continuations of a beam search's hypotheses. With a dynamic tree, requests
+that a ratio rule verifies get chains as long as the tree is deep.
+
+The cache holds committed tokens, and possibly drafts of the last round. The next round rolls back the
+drafts that were rejected and computes the tokens that are missing:
+
+    cached     p p p t t x x x          x = the drafts of the last round
+    tokens     p p p t t x y            y = the target's correction
+    keep       p p p t t x              the longest common prefix; y is the next input
+
+The tokens are those that the model reads: a model of another tokenizer reads a text as other tokens
+(models/vocabulary.py), and more of them.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from speculant.cache import Source
+from speculant.cache import KVCache, ReservationPlan, Source, Sources
 from speculant.drafting.base import DrafterContext, DrafterNeeds, StatelessDrafter
 from speculant.drafting.composite import Proposals
 from speculant.drafting.growth import (
@@ -32,15 +44,298 @@ from speculant.drafting.growth import (
     grow_trees,
     likeliest,
 )
-from speculant.drafting.model.runner import DraftModelRunner
 from speculant.drafting.topology import USUAL_NODES, DynamicTree, StaticTree, TreeTopology
 from speculant.errors import ConfigError, PairError
 from speculant.kernels import REFERENCE, Sampler
-from speculant.models import CausalLM, Chain, SequenceInput, build_batch
-from speculant.sampling import Node
+from speculant.models import (
+    CausalLM,
+    Chain,
+    MappedVocabulary,
+    SequenceInput,
+    build_batch,
+    encode_sources,
+    known,
+)
+from speculant.sampling import Chances, MostLikely, Node
 from speculant.types import DraftTree, Request
 
 NODES_PER_BEAM = 2
+
+
+class DraftSources:
+    """The encoded sources in the cache of an encoder-decoder draft model.
+
+    reads_target: their keys and values are computed from the results of the target's encoder, which `observe` gets.
+
+    The draft model has an encoder of its own, and its cache has a sequence for each source, as the target's has. A
+    source is encoded before its text's first draft, in a round whose budget and cache have room for all of it. Until
+    then the text gets no draft. Equal sources of one salt are encoded once; each is released with the last text that
+    holds it.
+    """
+
+    def __init__(self, model: CausalLM, cache: KVCache) -> None:
+        self._model, self._cache, self._sources = model, cache, Sources(cache)
+        self._observed: dict[int, Source] = {}  # the target's sources, by the sequence id of the text
+        self.reads_target = False
+
+    def of(self, request: Request) -> Source | None:
+        """Return the source of a request's text, which holds it from now on; None = the model reads none."""
+        if not self._model.needs.source:
+            return None
+        held = self._sources.of(request.seq_id)
+        return held or self._sources.hold(request.seq_id, request.source, request.cache_salt)
+
+    def id_of(self, request: Request) -> int | None:
+        """Return the sequence id of the source of a request's text; see `SequenceInput.source`."""
+        source = self.of(request)
+        return None if source is None else source.seq_id
+
+    @property
+    def most_rows(self) -> int:
+        """The length of the longest source that can be encoded; the target's encoder has already read its own."""
+        return sys.maxsize if self.reads_target else self._model.max_positions
+
+    def missing_rows(self, source: Source) -> int:
+        """Return how many rows have to be computed for a source before its texts; 0 = it is encoded."""
+        return 0 if self._sources.is_encoded(source) else len(source.tokens)
+
+    def encode(self, sources: Sequence[Source]) -> None:
+        """Encode sources, for which the cache has room; after an error none of them is in the cache."""
+        if sources:
+            given = [self._result(source) for source in sources] if self.reads_target else None
+            encode_sources(self._model, self._cache, sources, given=given)
+
+    def _result(self, source: Source) -> Tensor:
+        """Return the result [tokens, hidden] of the target's encoder."""
+        states = self._observed[next(iter(source.holders))].states
+        assert states is not None, "the states of sources are not kept"
+        return states
+
+    def observe(self, request: Request, source: Source) -> None:
+        """Keep the target's source of a request."""
+        self._observed[request.seq_id] = source
+
+    def release(self, request: Request) -> None:
+        """Release the source of a request."""
+        self._observed.pop(request.seq_id, None)
+        self._sources.release(request.seq_id)
+
+    def check(self) -> None:
+        """See `Sources.check`."""
+        self._sources.check()
+
+
+class TargetSources(DraftSources):
+    """The target's own sources, for a model that uses the target's cache."""
+
+    @override
+    def of(self, request: Request) -> Source | None:
+        return self._observed.get(request.seq_id)
+
+
+@dataclass
+class _CachedTokens:
+    """The tokens in one sequence's cache; the first `agreed` are known to be committed. salt: see `ModelNeeds.salt`.
+
+    text: what the first `num_read` committed tokens are read as, for a model of another tokenizer.
+
+    Tokens at the end of a request that are drafted (`Request.num_drafted`) may be in `tokens`. They are not agreed, nor
+    part of `text`.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    agreed: int = 0
+    salt: str = ""
+    text: list[int] = field(default_factory=list)
+    num_read: int = 0
+
+
+class DraftModelRunner:
+    """A draft model with a KV cache of its own.
+
+    The cache may lack a request's newest tokens: its backlog. A backlog over max_num_batched_tokens takes several
+    rounds, without drafting. stop_below: see `Chain`. vocabulary: of a model with another tokenizer; None = it reads
+    the target's tokens.
+    """
+
+    owns_cache = True
+    vocabulary: MappedVocabulary | None = None
+
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: KVCache | None,
+        chances: Chances,
+        max_num_batched_tokens: int,
+        stop_below: float = 0.0,
+    ) -> None:
+        self.model, self._cache, self._stop_below = model, cache, stop_below
+        self._chances, self._budget = chances, max_num_batched_tokens
+        self._cached: dict[int, _CachedTokens] = {}
+
+    @cached_property
+    def cache(self) -> KVCache:
+        """The cache of the model's keys and values."""
+        assert self._cache is not None, "a runner without a cache of its own names another one"
+        return self._cache
+
+    @cached_property
+    def sources(self) -> DraftSources:
+        """The encoded sources of its texts; none if the model has no encoder."""
+        return DraftSources(self.model, self.cache)
+
+    @classmethod
+    def of(cls, context: DrafterContext, model: CausalLM, **own: Any) -> Self:
+        """Return the runner of a model, with a cache of its own; own: further arguments of a subclass."""
+        cache = context.make_cache(model.cache_shape)
+        made = cls(model, cache, context.chances, context.max_num_batched_tokens, context.stop_below, **own)
+        made.vocabulary = context.vocabulary_of(model)
+        return made
+
+    def begin(self, request: Request) -> None:
+        """Start a new sequence; nothing is computed before the first draft (docs/references.md, lazy prefill)."""
+        self._cached[request.seq_id] = _CachedTokens()
+
+    def end(self, request: Request) -> None:
+        """Forget a sequence, and release its blocks and its source."""
+        self._cached.pop(request.seq_id, None)
+        self.cache.release(request.seq_id)
+        self.sources.release(request)
+
+    def text(self, request: Request) -> list[int]:
+        """Return a request's tokens as the model reads them, at least as many."""
+        if self.vocabulary is None:
+            return request.tokens
+        committed, drafted = self.committed(request), request.num_drafted
+        return [*committed, *self.vocabulary.read(request.tokens[-drafted:])] if drafted else committed
+
+    def committed(self, request: Request) -> list[int]:
+        """Return the part of `text` that is committed; it only grows while the request runs."""
+        own = request.tokens[: -request.num_drafted] if request.num_drafted else request.tokens
+        if self.vocabulary is None:
+            return own
+        cached = self._cached[request.seq_id]
+        if cached.num_read < len(own):
+            if not cached.num_read:
+                cached.text = self.vocabulary.begin(own)
+            cached.text += self.vocabulary.read(own[cached.num_read :])
+            cached.num_read = len(own)
+        return cached.text
+
+    def note(self, request: Request, tokens: Sequence[int]) -> None:
+        """Record tokens that a pass has added to the cache."""
+        self._cached[request.seq_id].tokens += tokens
+
+    def finish(self, request: Request) -> None:
+        """Drop the drafted tokens from a sequence's cache."""
+        self.cache.truncate_to(request.seq_id, len(self.text(request)))
+
+    def tree_input(self, request: Request, tree: DraftTree, carried: Tensor | None) -> SequenceInput:
+        """Return the input of a root and the tree below it, after dropping them from the cache.
+
+        carried [1 + n, hidden]: the states that the root and each node of the last pass hand on, if any.
+        """
+        text, size = self.text(request), self.model.vocab_size
+        self.cache.truncate_to(request.seq_id, len(text) - 1)
+        tokens, own = known(text[-1:], size), DraftTree.of(known(tree.token_list, size), tree.parent_list)
+        source = self.sources.id_of(request)
+        return SequenceInput(request.seq_id, tokens, own, length=request.num_positions, source=source)
+
+    def plan(self, drafting: Sequence[tuple[Request, int]]) -> list[Chain]:
+        """Plan input tokens and draws for pairs (request, wanted nodes), within the token budget and the cache.
+
+        A chain without enough room gets a lower limit; limit 0 = only catch up. The sources of all chains are encoded.
+        """
+        (chains, sources), plan, fits = self._plan_inputs(drafting), ReservationPlan(self.cache), True
+        for source in sources:
+            fits = fits and plan.take(source.seq_id, len(source.tokens))
+        for chain in chains:
+            fits = fits and plan.take(chain.request.seq_id, chain.num_positions)
+        if not fits:
+            plan = ReservationPlan(self.cache)
+            chains, sources = self._plan_inputs(drafting, plan)
+            _take_in_turn(plan, chains)
+        if sources:
+            self.sources.encode(sources)
+        return chains
+
+    def _plan_inputs(
+        self, drafting: Sequence[tuple[Request, int]], plan: ReservationPlan | None = None
+    ) -> tuple[list[Chain], list[Source]]:
+        """Take each request's missing tokens within budget and room; one that still has a backlog draws nothing.
+
+        Sources have a pass of their own before that of the chains, and so a budget of their own. Returns the chains,
+        and the sources that have to be encoded first. A request whose source does not fit has no chain.
+        plan: the room; None = unlimited.
+        """
+        budget, stop, chains, sources = self._budget, self._stop_below, list[Chain](), list[Source]()
+        source_budget, source = self._budget, None
+        for request, limit in drafting:
+            if self.model.needs.source and (source := self.sources.of(request)) is not None and source not in sources:
+                rows = self.sources.missing_rows(source)
+                if rows:
+                    if rows > min(source_budget, self.sources.most_rows) or (
+                        plan and not plan.take(source.seq_id, rows)
+                    ):
+                        continue
+                    sources.append(source)
+                    source_budget -= rows
+            start, text = self._roll_back(request)
+            left = sys.maxsize if self.vocabulary is None else max(0, self.model.max_positions - start)
+            most = min(budget, left) if plan is None else min(budget, left, plan.room(request.seq_id))
+            missing, hidden = self._missing(request, text, start, most)
+            if missing:
+                if plan is not None:
+                    plan.take(request.seq_id, len(missing))
+                budget -= len(missing)
+                drawn = min(limit, left - len(missing) + 1) if start + len(missing) == len(text) else 0
+                chance = MostLikely() if stop and request.params.greedy else self._chances.draft(request)
+                source_id = None if source is None else source.seq_id
+                chains.append(Chain(request, missing, drawn, chance, [], None, stop, hidden, source=source_id))
+        return chains, sources
+
+    def _missing(self, request: Request, text: list[int], start: int, most: int) -> tuple[list[int], Tensor | None]:
+        """Return the next input tokens, those of `text` from `start` on, with the hidden states that they take in."""
+        return text[start : start + most], None
+
+    def _roll_back(self, request: Request) -> tuple[int, list[int]]:
+        """Drop cached tokens that were not committed or that a failed pass reserved; the newest token is dropped too.
+
+        A new sequence, and one whose salt has changed, takes over matching prefixes of other sequences. Returns how
+        many tokens are left, and the text.
+        """
+        cached, held, salt = (
+            self._cached[request.seq_id],
+            self.cache.length(request.seq_id),
+            self.model.needs.salt(request),
+        )
+        text = request.tokens if self.vocabulary is None else self.text(request)
+        committed = self.committed(request) if request.num_drafted or self.vocabulary is not None else text
+        if cached.salt != salt or (not cached.tokens and not held):
+            self.cache.release(request.seq_id)
+            held = self.cache.match_prefix(request.seq_id, committed, salt)
+            cached.tokens, cached.agreed, cached.salt = text[:held], 0, salt
+        keep, most = cached.agreed, min(len(cached.tokens), len(text) - 1)
+        while keep < most and cached.tokens[keep] == text[keep]:
+            keep += 1
+        cached.agreed = min(keep, len(committed))
+        del cached.tokens[keep:]
+        if keep < held:
+            self.cache.truncate_to(request.seq_id, keep)
+        self.cache.insert_prefix(request.seq_id, committed)
+        if self.cache.is_windowed and keep <= len(committed):
+            self.cache.drop_unseen(request.seq_id)
+        return keep, text
+
+
+def _take_in_turn(plan: ReservationPlan, chains: Sequence[Chain]) -> None:
+    """Share the room left after the input tokens, one position per chain in turn, and cut the drafts to it."""
+    growing = [chain for chain in chains if chain.limit > 1]
+    for length in range(1, max((chain.limit for chain in growing), default=0)):
+        for chain in growing:
+            if not plan.take(chain.request.seq_id, 1):
+                chain.limit = length
+        growing = [chain for chain in growing if chain.limit > length + 1]
 
 
 class ModelDrafter(StatelessDrafter):

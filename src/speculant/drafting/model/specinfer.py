@@ -22,7 +22,7 @@ from speculant.drafting.base import (
 )
 from speculant.drafting.composite import Proposals
 from speculant.drafting.growth import Drafting, grow_trees
-from speculant.drafting.model.runner import DraftModelRunner
+from speculant.drafting.model.drafter import DraftModelRunner
 from speculant.drafting.topology import ParallelChains
 from speculant.errors import ConfigError
 from speculant.kernels import REFERENCE, Sampler

@@ -22,8 +22,7 @@ from typing_extensions import override
 
 from speculant.cache import KVCache, part_of
 from speculant.drafting.base import DrafterContext
-from speculant.drafting.model.drafter import ModelDrafter
-from speculant.drafting.model.runner import DraftModelRunner, DraftSources, TargetSources
+from speculant.drafting.model.drafter import DraftModelRunner, DraftSources, ModelDrafter, TargetSources
 from speculant.drafting.topology import DynamicTree, TreeTopology
 from speculant.models import CausalLM
 from speculant.types import DraftTree, Request

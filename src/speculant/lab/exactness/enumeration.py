@@ -27,8 +27,7 @@ from speculant.lab.exactness.tables import (
 )
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.params import SamplingParams
-from speculant.sampling import Chance, Chances, Node
-from speculant.sampling.distribution import distribution
+from speculant.sampling import Chance, Chances, Node, distribution
 from speculant.types import NO_WORK, Request, StepOutput
 
 Outcome = TypeVar("Outcome", bound=Hashable)

@@ -20,8 +20,7 @@ from speculant.errors import SpeculantError
 from speculant.kernels import gumbel
 from speculant.models import encode_sources
 from speculant.params import SamplingParams
-from speculant.sampling import KeyedNoise, Node, mix_in
-from speculant.sampling.distribution import distribution
+from speculant.sampling import KeyedNoise, Node, distribution, mix_in
 from speculant.scheduling import Scheduled
 from speculant.text import TextStream, compile_stops
 from speculant.types import CommittedRows, DraftTree, Request
