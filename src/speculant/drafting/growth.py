@@ -33,7 +33,7 @@ from speculant.drafting.composite import Proposals
 from speculant.drafting.topology import Distributions, DynamicTree, Pick, StaticTree, TreeTopology
 from speculant.kernels import REFERENCE, Sampler
 from speculant.models import CausalLM, Chain, SequenceInput, build_batch, known
-from speculant.sampling import Chances, KeyedNoise, MostLikely, Node, distribution, rank, take_rows, top_tokens
+from speculant.sampling import Chances, KeyedNoise, Node, distribution, rank, take_rows, top_tokens
 from speculant.tree import tokens_to
 from speculant.types import DraftTree, Request
 
@@ -490,19 +490,18 @@ def draft_shaped(
 
 
 def _shaped(plan: Chain, topology: StaticTree | DynamicTree, wanted: int) -> Chain:
-    """Return a plan of a tree; a greedy request's siblings are the likeliest tokens.
+    """Return a plan of a tree.
 
     A dynamic tree is as deep as its draft of `wanted` nodes may be and its cache has room for.
     """
     if not plan.limit:
         return replace(plan)
-    chance = MostLikely() if plan.request.shared_noise and plan.request.params.greedy else plan.chance
     if isinstance(topology, DynamicTree):
         topk = topology.topk
         depth = min(topology.depth, wanted, 1 + (plan.limit - 1) // topk)
-        return replace(plan, topk=topk, limit=topk + (depth - 1) * topk**2, chance=chance)
+        return replace(plan, topk=topk, limit=topk + (depth - 1) * topk**2)
     widths = topology.within(plan.limit).widths
-    return replace(plan, widths=widths, limit=len(widths) - 1, chance=chance)
+    return replace(plan, widths=widths, limit=len(widths) - 1)
 
 
 class BeamGrowth(Growth):

@@ -558,8 +558,10 @@ class Adaptive(DraftLength):
             found: Array = pass_s[nodes + (nodes + sequences) * np.minimum(depth, own)] + draft_s[sequences, depth]
             return found
 
-        def price(counts: Sequence[int]) -> float:
-            return float(seconds(*map(np.array, (sum(counts), sum(map(bool, counts)), max(counts))))) / plain_s - 1
+        def prices(*choices: Sequence[int]) -> list[float]:
+            table = np.array(choices)
+            steps_s = seconds(table.sum(1), np.count_nonzero(table, 1), table.max(1))
+            return list(map(float, steps_s / plain_s - 1))
 
         experiments, trial, longer = self._experiments, ("draft", method), ("longer", method)
         chosen = choose_jointly(self._offers(method, requests, most), count, seconds)
@@ -573,7 +575,8 @@ class Adaptive(DraftLength):
             twice = [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)]
             if twice == counts or experiments.left(*longer):
                 return counts
-            experiments.begin(*longer, price=price(twice) - price(counts))
+            of_twice, of_counts = prices(twice, counts)
+            experiments.begin(*longer, price=of_twice - of_counts)
             plan.left = 1 + bool(own)
             return twice
         if not experiments.left(*trial):
@@ -582,7 +585,7 @@ class Adaptive(DraftLength):
             if any(tried):
                 plan.planned.append(method)
                 gain = self._expected(method, requests, tried) / count
-                experiments.begin(*trial, price=max(0.0, price(tried) - gain) + wait_s / plain_s)
+                experiments.begin(*trial, price=max(0.0, prices(tried)[0] - gain) + wait_s / plain_s)
                 plan.left = 1 + bool(own)  # look-ahead rows are computed a step before their draft
                 return tried
         plan.left = min(plan.left, experiments.left(*trial) or RESTS)  # one that is due may not be affordable
