@@ -26,7 +26,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lab.quantize": (942, 6),
     "lab.theory": (581, 5),
     "lab.training": (4236, 31),
-    "lengths": (1963, 8),
+    "lengths": (1939, 8),
     "models": (13443, 68),
     "sampling": (419, 3),
     "scale": (1970, 12),
