@@ -405,9 +405,7 @@ class DynamicGrowth(Growth):
     @override
     def computed_tree(self) -> DraftTree:
         """Return the inner nodes."""
-        places = {node: place for place, node in enumerate((-1, *self._inner), -1)}
-        tokens = [self.tokens[node] for node in self._inner]
-        return DraftTree.of(tokens, [places[self.parents[node]] for node in self._inner])
+        return super().computed_tree().only(self._inner)
 
     @override
     def rows(self) -> Iterable[int]:
@@ -443,16 +441,11 @@ def rerank(chain: Chain, count: int) -> DraftTree:
     """Return the `count` nodes with the highest confidence, the best first; a parent comes before its children."""
     assert chain.parents is not None
     assert chain.scores is not None
-    confidences = list[float]()
-    for parent, score in zip(chain.parents, chain.scores, strict=True):
-        confidences.append(min(1.0, score) * (1.0 if parent < 0 else confidences[parent]))
+    scores, confidences = [min(1.0, score) for score in chain.scores], list[float]()
+    for parent, score in zip(chain.parents, scores, strict=True):
+        confidences.append(score * (1.0 if parent < 0 else confidences[parent]))
     kept = sorted(range(len(confidences)), key=lambda node: -confidences[node])[:count]
-    places = {node: place for place, node in enumerate((-1, *kept), -1)}
-    return DraftTree.of(
-        [chain.tokens[node] for node in kept],
-        [places[chain.parents[node]] for node in kept],
-        scores=[min(1.0, chain.scores[node]) for node in kept],
-    )
+    return DraftTree.of(chain.tokens, chain.parents, scores=scores).only(kept)
 
 
 def draft_shaped(
