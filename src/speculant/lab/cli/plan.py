@@ -44,6 +44,7 @@ LONGEST_ANSWER = 4096
 SPREAD = (2.5, 97.5)  # percentiles
 BAR = 32  # characters of the longest bar
 BEST = "bold green"  # style
+ANSWER = "answers of {tokens} tokens: {mean:.2f} times, 95% of them {low:.2f} to {high:.2f}"
 
 Alpha = Annotated[str | None, typer.Option(help="Acceptance rate, 0 to 1; or one per depth: 0.9,0.8,0.7.")]
 CostRatio = Annotated[float | None, typer.Option(help="Time of a draft pass / a target pass of one row.")]
@@ -261,15 +262,8 @@ def _conclusions(value: Mapping[str, Any]) -> list[str]:
         choice if length else nothing,
         never if least is None else f"drafts pay where alpha is above {least:.3f}",
         f"oracle: {value['oracle_speed']:.2f} times, if accepted tokens were known in advance",
-        *(() if answers is None else [_answers(tokens, answers)]),
+        *(() if answers is None else [ANSWER.format(tokens=tokens, **answers)]),
     ]
-
-
-def _answers(tokens: int, answers: Mapping[str, float]) -> str:
-    return (
-        f"answers of {tokens} tokens: {answers['mean']:.2f} times, "
-        f"95% of them {answers['low']:.2f} to {answers['high']:.2f}"
-    )
 
 
 LARGEST = 1e9  # of counts and costs

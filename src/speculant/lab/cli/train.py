@@ -393,8 +393,15 @@ def _keep_tokens(files: list[Path], config: EngineConfig, out: Path, size: int |
         raise ConfigError("the files hold no tokens", "name files with text.")
     ends = _ends(folder, vocab_size)
     order = _by_use(counts, ends)
-    sizes = _measure(config, counts, order, len(ends), texts) if config.draft_model else []
-    kept = order[: max(size or _best(sizes) or max(1, vocab_size // SHARE), len(ends))]
+    sizes: list[HeadSize] = []
+    wanted = size or max(1, vocab_size // SHARE)
+    if config.draft_model:
+        from speculant.lab.bench import best_size, measure_sizes
+
+        with progress_of_parts() as parts:
+            sizes = measure_sizes(config, counts, order, len(ends), texts, parts.begin)
+        wanted = best_size(sizes).size
+    kept = order[: max(wanted, len(ends))]
     written = not sizes or len(kept) < vocab_size
     if written:
         save_head_tokens(out, kept)
@@ -414,22 +421,6 @@ def _keeping_first(sequences: Iterable[Sequence[int]], texts: list[Sequence[int]
         if len(texts) < TEXTS and len(sequence) > 1:
             texts.append(sequence[:TOKENS])
         yield sequence
-
-
-def _measure(
-    config: EngineConfig, counts: np.ndarray[Any, Any], order: Sequence[int], least: int, texts: Sequence[Sequence[int]]
-) -> list[HeadSize]:
-    from speculant.lab.bench import measure_sizes
-
-    with progress_of_parts() as parts:
-        return measure_sizes(config, counts, order, least, texts, parts.begin)
-
-
-def _best(sizes: Sequence[HeadSize]) -> int:
-    """Return the fastest size; 0 = none was measured."""
-    from speculant.lab.bench import best_size
-
-    return best_size(sizes).size if sizes else 0
 
 
 def _by_use(counts: np.ndarray[Any, Any], ends: frozenset[int]) -> list[int]:

@@ -211,9 +211,6 @@ class Enlargement:
                 "choose a multiple of the hidden size, and no other size below the model's (group_size ="
                 " num_attention_heads / num_key_value_heads).",
             )
-        self._check_heads()
-
-    def _check_heads(self) -> None:
         sizes = (self.large.num_key_value_heads, self.small.num_key_value_heads), (
             self.large.group_size, self.small.group_size
         )  # fmt: skip
@@ -233,10 +230,6 @@ class Enlargement:
         """Repeat rows [hidden, ...] that are added to the stream, or scale it."""
         return tensor.repeat(self.copies, *[1] * (tensor.ndim - 1))
 
-    def table(self, rows: Tensor) -> Tensor:
-        """Repeat vectors [n, hidden] that are put into the stream."""
-        return rows.repeat(1, self.copies)
-
     def reading(self, matrix: Tensor, name: str, streams: int = 1) -> Tensor:
         """Spread a matrix [n, streams * hidden] that reads one stream or several. Raises ModelError if that rounds."""
         return torch.cat([_spread(part, self.copies, name) for part in matrix.chunk(streams, dim=1)], dim=1)
@@ -247,7 +240,7 @@ class Enlargement:
             case Role.STATE:
                 return torch.cat([self.written(state) for state in tensor.chunk(part.streams)])
             case Role.TABLE:
-                return self.table(tensor)
+                return tensor.repeat(1, self.copies)
             case Role.OUTPUT:
                 return self.reading(tensor, name)
             case Role.BETWEEN:
@@ -267,7 +260,8 @@ class Enlargement:
         """Put a layer's matrix [n, streams * hidden] that reads the stream before random rows; see `reading`."""
         if self._repeats(name):
             return self._repeated(self.reading(matrix, name, streams), name)
-        made, rows, places = self.random_reader(name, streams), self._units(name, self.small), self._places(name)
+        rows, places = self._units(name, self.small), self._units(name, self.large)
+        made = self.random_reader(name, streams)
         made.view(*places, -1)[: rows[0], : rows[1]] = self.reading(matrix, name, streams).view(*rows, -1)
         return made
 
@@ -275,28 +269,22 @@ class Enlargement:
         """Put the bias [n] of such a matrix before zeros."""
         if self._repeats(name):
             return self._repeated(bias, name)
-        rows, places = self._units(name, self.small), self._places(name)
+        rows, places = self._units(name, self.small), self._units(name, self.large)
         made = torch.zeros(math.prod(places), dtype=bias.dtype)
         made.view(places)[: rows[0], : rows[1]] = bias.view(rows)
         return made
 
     def writer(self, matrix: Tensor, name: str) -> Tensor:
         """Put a layer's matrix [hidden, n] that writes the stream before columns of zeros."""
-        made, columns, places = self.empty_writer(name), self._units(name, self.small), self._places(name)
+        columns, places = self._units(name, self.small), self._units(name, self.large)
+        made = torch.zeros(self.large.hidden_size, math.prod(places), dtype=self.dtype)
         made.view(-1, *places)[:, : columns[0], : columns[1]] = self.written(matrix).view(-1, *columns)
         return made
 
     def random_reader(self, name: str, streams: int = 1) -> Tensor:
         """Make the matrix of this name with random rows alone."""
-        size = math.prod(self._places(name)), streams * self.large.hidden_size
+        size = math.prod(self._units(name, self.large)), streams * self.large.hidden_size
         return torch.empty(size, dtype=self.dtype).normal_(0, _SCALE, generator=self._generator)
-
-    def empty_writer(self, name: str) -> Tensor:
-        """Make the matrix of this name with zeros alone."""
-        return torch.zeros(self.large.hidden_size, math.prod(self._places(name)), dtype=self.dtype)
-
-    def _places(self, name: str) -> tuple[int, int, int]:
-        return self._units(name, self.large)
 
     def _units(self, name: str, shape: Shape) -> tuple[int, int, int]:
         """Return the side of a matrix that is not the stream's: its groups, the heads of each, a head's dimensions."""
@@ -311,7 +299,7 @@ class Enlargement:
 
     def _repeated(self, tensor: Tensor, name: str) -> Tensor:
         """Repeat the heads of a tensor [n, ...]."""
-        rows, places = self._units(name, self.small), self._places(name)
+        rows, places = self._units(name, self.small), self._units(name, self.large)
         times = [wide // narrow for wide, narrow in zip(places, rows, strict=True)]
         made = tensor.view(*rows, -1).repeat(*times, 1)
         return made.view(math.prod(places), *tensor.shape[1:])

@@ -196,7 +196,8 @@ def _rescaled(tensors: Mapping[str, Tensor], decoder: DecoderConfig) -> dict[str
             made[f"{at}{norm}.weight"] = torch.ones_like(gains)
         values, inside = _factors(of.kv_heads * of.head_dim, generator), _factors(layer.mlp.size, generator)
         made[f"{at}self_attn.v_proj.weight"] *= values[:, None]
-        made[f"{at}self_attn.o_proj.weight"] /= _of_query_heads(values, decoder)
+        of_queries = values.view(of.kv_heads, of.head_dim).repeat_interleave(of.groups, 0)  # they share their values
+        made[f"{at}self_attn.o_proj.weight"] /= of_queries.flatten()
         made[f"{at}mlp.up_proj.weight"] *= inside[:, None]
         made[f"{at}mlp.down_proj.weight"] /= inside
     return made
@@ -204,12 +205,6 @@ def _rescaled(tensors: Mapping[str, Tensor], decoder: DecoderConfig) -> dict[str
 
 def _factors(count: int, generator: torch.Generator) -> Tensor:
     return (SIGMA * torch.randn(count, generator=generator, dtype=torch.float64)).exp()
-
-
-def _of_query_heads(values: Tensor, decoder: DecoderConfig) -> Tensor:
-    """Return the factors of all query heads' numbers; query heads that share a key head share its values."""
-    of = decoder.attention
-    return values.view(of.kv_heads, of.head_dim).repeat_interleave(of.groups, 0).flatten()
 
 
 VOCABULARY = 32000

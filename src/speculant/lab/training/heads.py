@@ -26,6 +26,7 @@ from speculant.lab.training.network import attend_causally, attend_masked, load_
 from speculant.lab.training.target_texts import Texts, prepare_texts
 from speculant.lab.training.trainer import Objective, Trainer, TrainingRun, model_card
 from speculant.models import (
+    Attend,
     Attention,
     Decoder,
     DecoderConfig,
@@ -261,16 +262,17 @@ def begin_small(module: nn.Module, seed: int) -> None:
             nn.init.normal_(parameter, std=0.5 * shrink * parameter.shape[1] ** -0.5, generator=generator)
 
 
-class RoundsOfRows:
+class RoundsOfRows(Attend):
     """The attention of one round after the other: see `RoundsObjective`."""
 
     def __init__(self) -> None:
         self._versions = list[tuple[Tensor, Tensor]]()  # keys and values [b, heads, n, dim] of each round
 
+    @override
     def __call__(
         self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, learned: Learned
     ) -> Tensor:
-        """See `Attend`; of a head's only layer, which has no sinks, for rows [b, n, heads, dim]."""
+        """Of a head's only layer, which has no sinks, for rows [b, n, heads, dim]."""
         key, value = (each.transpose(1, 2).repeat_interleave(of.groups, 1) for each in (key, value))
         self._versions.append((key, value))
         return self._attend(query.transpose(1, 2) * of.head_dim**-0.5).transpose(1, 2)

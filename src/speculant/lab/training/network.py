@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
 from speculant.kernels import attend
 from speculant.lab.checkpoints import save_tensors, write_json, written_description
@@ -184,7 +185,7 @@ def states_of_layers(
 
 
 def attend_causally(layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, learned: Learned) -> Tensor:
-    """See `Attend`: rows [B, n, heads, dim] see themselves and those before them in their sequence."""
+    """Let rows [B, n, heads, dim] see themselves and those before them in their sequence; see `Attend`."""
     assert not of.source, "a source has a pass of its own: AttendToSources"
     positions, window = torch.arange(query.shape[1], device=query.device), of.window
     if of.distances is None and not (window and window < len(positions)):
@@ -240,16 +241,16 @@ def within_window(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
-class AttendToSources:
-    """See `Attend`, for texts [B, n, ...] that are decoded from sources of the same batch."""
+class AttendToSources(Attend):
+    """Attention of texts [B, n, ...] that are decoded from sources of the same batch."""
 
     def __init__(self, model: Decoder, encoded: Tensor, lengths: Tensor) -> None:
         self._keys, self._seen = list(model.source_keys(encoded)), _within(encoded, lengths)
 
+    @override
     def __call__(
         self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, learned: Learned
     ) -> Tensor:
-        """See `Attend`."""
         if not of.source:
             return attend_causally(layer, of, query, key, value, learned)
         return attend_masked(of, query, *self._keys[layer], self._seen, learned)
