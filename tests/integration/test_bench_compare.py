@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from speculant.lab.bench import costs, sweep
+from speculant.lab.bench import compare, measuring
 from tests.commands import error_of, invoke, json_of
 from tests.integration.test_bench_report import Page
 from tests.models import EXACT_DTYPE, Checkpoints
@@ -19,8 +19,8 @@ SMALL = ("--num-prompts", "2", "--max-tokens", "16", "--rounds", "2", "--dtype",
 
 @pytest.fixture(autouse=True)
 def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "STEPS", 1)
-    monkeypatch.setattr(sweep, "_COST_SECONDS", 0.01)
+    monkeypatch.setattr(measuring, "STEPS", 1)
+    monkeypatch.setattr(compare, "_COST_SECONDS", 0.01)
     monkeypatch.delenv("SPECULANT_MODEL", raising=False)
 
 

@@ -16,7 +16,7 @@ import pytest
 from speculant.config import EngineConfig
 from speculant.drafting.model import early_exit
 from speculant.errors import ConfigError, PairError, SpeculantError
-from speculant.lab.bench import Estimate, LengthCosts, Workload, costs, drafting, pair
+from speculant.lab.bench import Estimate, LengthCosts, Workload, drafting, measuring, pair
 from speculant.lab.theory import expected_tokens, survival
 from speculant.models import CausalLM
 from speculant.params import SamplingParams
@@ -31,7 +31,7 @@ ALPHA = Estimate(0.5, 0.4, 0.6, 100)
 
 @pytest.fixture(autouse=True)
 def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "STEPS", 1)
+    monkeypatch.setattr(measuring, "STEPS", 1)
     monkeypatch.setattr(drafting, "_COST_SECONDS", 0.01)
     monkeypatch.setattr(drafting, "RUN_SECONDS", 0.01)
     monkeypatch.setattr(pair, "SPEED_SECONDS", 0.01)

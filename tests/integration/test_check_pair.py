@@ -24,9 +24,8 @@ from speculant.lab.bench import (
     TextAcceptance,
     TextReader,
     Workload,
-    acceptance,
     both_ways,
-    costs as steps,
+    measuring as steps,
     pair,
 )
 from speculant.lab.theory import FLAT, expected_costs, speedups, step_costs, survival
@@ -265,7 +264,7 @@ def test_other_tokenizer_is_shown(checkpoints: Checkpoints, prompts: str, other:
 def test_mass_is_the_probability_of_the_shared_tokens(checkpoints: Checkpoints) -> None:
     reader, text = TextReader(load_model(checkpoints.target, "float32").model, REFERENCE, 264), Text([65, 66], [70, 90])
     whole = reader.distributions(text, SamplingParams())
-    found = acceptance._mass(reader.logits, [text], [*range(100)])
+    found = pair._mass(reader.logits, [text], [*range(100)])
     assert found == pytest.approx(float(whole[:, :100].sum(-1).mean()), abs=1e-6)
 
 

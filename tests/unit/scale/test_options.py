@@ -170,7 +170,7 @@ def _python(code: str) -> tuple[int, str]:
 def test_nothing_else_needs_ray() -> None:
     status, printed = _python(
         WITHOUT
-        + "import speculant, speculant.ray, speculant.scale.options, speculant.scale.cores, speculant.cli.serve; "
+        + "import speculant, speculant.ray, speculant.scale.options, speculant.cli.serve; "
         + COMMAND.format(["serve", "--help"])
     )
     assert status == 0, printed

@@ -41,18 +41,19 @@ from speculant.engine import (
     pass_seconds,
 )
 from speculant.errors import ConfigError, RequestError
-from speculant.lab.bench.acceptance import Array, Estimate, pooled
-from speculant.lab.bench.costs import LengthCosts, measure_steps
-from speculant.lab.bench.measuring import Bench, Mode, Notify
+from speculant.lab.bench.measuring import Bench, LengthCosts, Mode, Notify, measure_steps
 from speculant.lab.bench.pair import (
     FEWEST_TOKENS,
     LONGEST,
     NUM_PROMPTS,
+    Array,
     Candidate,
+    Estimate,
     Findings,
     Model,
     SpeedPrediction,
     measure_speed,
+    pooled,
 )
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
 from speculant.metrics import TimingMetrics

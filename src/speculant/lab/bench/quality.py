@@ -23,8 +23,7 @@ from torch import Tensor
 
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError, ModelError, PairError, RequestError
-from speculant.lab.bench.acceptance import NORMAL, Array, read_text
-from speculant.lab.bench.pair import Model
+from speculant.lab.bench.pair import NORMAL, Array, Model, read_text
 from speculant.models import PLAIN, CausalLM, Checkpoint, KnowsSizes, load_model, resolve_source
 from speculant.text import Tokenizer, compare_vocabularies
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from speculant import plugins
 from speculant.config import EngineConfig
 from speculant.engine import Runtime
-from speculant.lab.bench.acceptance import pooled
 from speculant.lab.bench.measuring import (
     ONE_AT_A_TIME,
     PLAIN,
@@ -22,8 +21,9 @@ from speculant.lab.bench.measuring import (
     ratios,
     spreads,
 )
+from speculant.lab.bench.pair import Size, pooled
 from speculant.lab.theory import VerificationCurve, best_length, expected_tokens, speedups, step_costs, survival
-from speculant.models import DecoderConfig, parameters, read_model_config, resolve_source, values_per_position
+from speculant.models import read_model_config, resolve_source
 
 SWEPT = "lengths"  # the key of a sweep's lengths in its cases
 BETWEEN = "Speed: between tokens, over plain decoding"
@@ -250,20 +250,6 @@ def _step_s(run: BenchRun) -> float | None:
     """Return the typical time from one burst of tokens to the next; None if no request has two."""
     pauses = [pause for timing in run.timings for pause in timing.pauses]
     return statistics.mean(pauses) if pauses else None
-
-
-@dataclass(frozen=True)
-class Size:
-    """parameters: of the checkpoint's files. values_per_token: keys and values in the cache for one position."""
-
-    parameters: int
-    values_per_token: int
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Size:
-        """Return the size of the model that a config.json describes."""
-        decoder: DecoderConfig = plugins.load("speculant.models", config["model_type"]).read_config(config)
-        return cls(parameters(decoder), values_per_position(decoder))
 
 
 def memory(config: EngineConfig, runtime: Runtime) -> dict[str, float]:

@@ -264,12 +264,12 @@ def compare(
     others = [parse_mapping("--setting", text) for text in settings or []]
     fetch(config)
     with progress("Loading the models"):
-        from speculant.lab.bench import compare as comparing
+        from speculant.lab.bench import build_ways, compared, settings as ways_named, usual_settings
 
-        chosen = comparing.settings(methods or [], lengths or [], others) or comparing.usual_settings(config)
-        ways = comparing.build_ways(config, chosen, params, sequential=plan.alone)
+        chosen = ways_named(methods or [], lengths or [], others) or usual_settings(config)
+        ways = build_ways(config, chosen, params, sequential=plan.alone)
     cases = plan.measure(ways, params)
-    value = comparing.compared(config, chosen, ways, cases)
+    value = compared(config, chosen, ways, cases)
     _show(plan.files, value, cases, [ways] * len(cases), as_json)
 
 
@@ -297,25 +297,36 @@ def sweep(
     number of prompts is rounded up to a multiple of the batch size. The draft's weights stay as they are unless
     --draft-quantization names a type.
     """
-    from speculant.lab.bench import PLAIN, sweep as sweeping
+    from speculant.lab.bench import (
+        BATCHES,
+        LENGTHS,
+        PLAIN,
+        SweepPlan,
+        chains_of,
+        measure_sweep,
+        predict_sweep,
+        sweep_params,
+        swept,
+        way_of,
+    )
 
     engine.name_model(target)
     given, files = EngineConfig.from_arguments(**engine.values()), output.files()
-    config, params = sweeping.chains_of(given), sweeping.sweep_params(sampling.params())
-    plan = sweeping.SweepPlan(
+    config, params = chains_of(given), sweep_params(sampling.params())
+    plan = SweepPlan(
         WorkloadConfig(prompts, num_prompts, prompt_length),
         FEW,
-        tuple(lengths or sweeping.LENGTHS),
-        tuple(batches or sweeping.BATCHES),
+        tuple(lengths or LENGTHS),
+        tuple(batches or BATCHES),
         rounds,
     )
     fetch(config)
     with progress_of_parts() as parts:
-        predicted = sweeping.predict_sweep(config, plan, params, parts.begin)
+        predicted = predict_sweep(config, plan, params, parts.begin)
     with progress_of_runs(plan.num_runs) as runs:
-        found = sweeping.measure_sweep(predicted, plan, params, runs.begin, runs.show)
-    value = sweeping.swept(config, plan, found)
-    best = [sweeping.way_of(case["best"]["found"]["length"]) for case in value["cases"]]
+        found = measure_sweep(predicted, plan, params, runs.begin, runs.show)
+    value = swept(config, plan, found)
+    best = [way_of(case["best"]["found"]["length"]) for case in value["cases"]]
     shown = [{name: each.ways[name] for name in (PLAIN, way)} for each, way in zip(found, best, strict=True)]
     _show(files, value, [each.case for each in found], shown, as_json)
 

@@ -98,9 +98,9 @@ def check_pair(
     workload = WorkloadConfig(prompts)
     fetch(config)
     with progress_of_parts() as parts:
-        from speculant.lab.bench import drafting, pair
+        from speculant.lab.bench import check_drafts, check_pair as check_model
 
-        measure = drafting.check_drafts if config.speculative_config else pair.check_pair
+        measure = check_drafts if config.speculative_config else check_model
         findings = measure(config, workload, params, parts.begin)
     value = document(config, findings)
     if as_json:

@@ -6,11 +6,27 @@ from .check import (
     run_check as run_check,
 )
 from .enumeration import (
+    EXACT as EXACT,
+    FULL_SUPPORT as FULL_SUPPORT,
+    MIXED as MIXED,
+    NODE_KINDS as NODE_KINDS,
     Branches as Branches,
     Enumerated as Enumerated,
     EnumeratingChance as EnumeratingChance,
     EnumeratingChances as EnumeratingChances,
+    History as History,
+    Joint as Joint,
+    NextProbs as NextProbs,
+    Pair as Pair,
+    Table as Table,
+    TableModel as TableModel,
+    completed as completed,
+    conditioned as conditioned,
+    deviation as deviation,
     enumerate_outcomes as enumerate_outcomes,
+    joint_distribution as joint_distribution,
+    softmax as softmax,
+    two_distributions as two_distributions,
 )
 from .proofs import (
     CHAINS as CHAINS,
@@ -23,24 +39,6 @@ from .proofs import (
     claims as claims,
     of_method as of_method,
     prove as prove,
-)
-from .tables import (
-    EXACT as EXACT,
-    FULL_SUPPORT as FULL_SUPPORT,
-    MIXED as MIXED,
-    NODE_KINDS as NODE_KINDS,
-    History as History,
-    Joint as Joint,
-    NextProbs as NextProbs,
-    Pair as Pair,
-    Table as Table,
-    TableModel as TableModel,
-    completed as completed,
-    conditioned as conditioned,
-    deviation as deviation,
-    joint_distribution as joint_distribution,
-    softmax as softmax,
-    two_distributions as two_distributions,
 )
 from .texts import (
     FALSE_ALARM as FALSE_ALARM,

@@ -27,8 +27,16 @@ from speculant.drafting import (
     complete,
 )
 from speculant.engine import Engine, EngineOptions, build_verifiers, method_name
-from speculant.lab.exactness.enumeration import Case, TooManyWaysError, enumerate_case
-from speculant.lab.exactness.tables import EXACT, FULL_SUPPORT, History, Pair, TableModel
+from speculant.lab.exactness.enumeration import (
+    EXACT,
+    FULL_SUPPORT,
+    Case,
+    History,
+    Pair,
+    TableModel,
+    TooManyWaysError,
+    enumerate_case,
+)
 from speculant.lengths import Fixed
 from speculant.params import SamplingParams
 from speculant.sampling import Chances, KeyedChances
