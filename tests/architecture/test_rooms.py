@@ -33,7 +33,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "scheduling": (1091, 4),
     "serving": (8147, 29),
     "structured": (1759, 9),
-    "text": (2585, 12),
+    "text": (2578, 12),
     "verification": (610, 10),
 }
 

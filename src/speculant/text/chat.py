@@ -131,7 +131,7 @@ def _read(message: object, where: str, has_developer: bool) -> dict[str, Any]:
         content = refused
     value["content"] = _text(content, where, bool(calls), ("text", "refusal") if role == "assistant" else ("text",))
     if calls:
-        value["tool_calls"] = _calls(calls, where)
+        value["tool_calls"] = [_call(call, where) for call in (calls if isinstance(calls, list | tuple) else [None])]
     return value
 
 
@@ -156,20 +156,12 @@ def _part(part: object, where: str, kinds: Sequence[str]) -> str:
     return text
 
 
-def _calls(calls: object, where: str) -> list[dict[str, Any]]:
-    functions = [_function(call) for call in calls] if isinstance(calls, list | tuple) else [None]
-    if any(function is None for function in functions):
+def _call(call: object, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         fix = 'write each as {"type": "function", "function": {"name": ..., "arguments": ...}}.'
         _refuse(where, "has tool_calls that are not calls", fix)
-    assert isinstance(calls, list | tuple)
-    return [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
-
-
-def _function(call: object) -> dict[str, Any] | None:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        return None
-    return {**function, "arguments": _arguments(function.get("arguments", {}))}
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments", {}))}}
 
 
 def _arguments(given: Any) -> Any:

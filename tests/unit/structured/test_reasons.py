@@ -37,7 +37,7 @@ SCHEMAS: list[tuple[dict[str, Any], str]] = [
     ({"enum": []}, "Unsatisfiable schema"),
     ({"items": 3}, "schema must be an object"),
     ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "incompatible types"),
-    ({"type": "object", "properties": {f"p{i}": {} for i in range(4000)}}, ""),
+    ({"type": "object", "properties": {f"p{i}": {} for i in range(1500)}}, ""),
     ({"allOf": [{"anyOf": [{"properties": {f"a{i}": {"const": j}}} for j in (1, 2)]} for i in range(20)]}, "too large"),
 ]  # fmt: skip
 INTERNAL = re.compile(
