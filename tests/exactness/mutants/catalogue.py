@@ -131,14 +131,14 @@ RANDOMNESS = [
         VERIFY,
         "params.seed is not None or ",
         "",
-        "test_seeds.py::test_speculation_changes_no_seeded_text[model-plain]",
+        "test_drafters.py::test_no_drafter_changes_a_text[draft_model-blocks]",
     ),
     Mutant(
         "the root's noise after every node",
         VERIFY,
         "RowDraw(row, shared, keys[depth])",
         "RowDraw(row, shared, keys[0])",
-        "test_seeds.py::test_speculation_changes_no_seeded_text[model-plain]",
+        "test_drafters.py::test_no_drafter_changes_a_text[draft_model-blocks]",
     ),
 ]
 
@@ -160,7 +160,7 @@ DISTRIBUTIONS = [
             "            return path, False\n"
             "        path.append(node)\n"
         ),
-        "test_distributions.py::test_rejection_keeps_the_distribution[2-1]",
+        "test_distributions.py::test_chains_keep_the_distribution[2-1-rejection-1]",
     ),
     Mutant(
         "sampling parameters not applied to p",
