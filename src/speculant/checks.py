@@ -38,11 +38,6 @@ def check_fields(values: object, checks: Mapping[str, Check]) -> None:
         check(name, getattr(values, name))
 
 
-def is_whole(given: object) -> TypeGuard[int]:
-    """Whether a value is a whole number: neither a truth value nor a number with a fraction, even of zero."""
-    return isinstance(given, int) and not isinstance(given, bool)
-
-
 def kind(holds: Callable[[Any], bool], problem: str, fix: str) -> Check:
     """Return the check of a kind of value. problem: of another value. fix: may have {name}."""
 

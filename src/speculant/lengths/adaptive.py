@@ -468,9 +468,10 @@ class Adaptive(DraftLength):
             keys.append(item.start + item.count)
         plan = StepPlan(work, [0] * len(rows), sum(rows), self._costs.attention(rows, keys), left=RESTS)
         for place, item in enumerate(schedule.items):
-            request, method = item.request, item.request.drafts.method
+            request, method, given = item.request, item.request.drafts.method, item.request.params.speculation
+            asked = given.get("num_speculative_tokens") if isinstance(given, Mapping) else None
             plan.pure = plan.pure and item.decodes and request.search is None
-            if (asked := asked_length(request)) is not None or request.search is not None:
+            if asked is not None or request.search is not None:
                 plan.lengths[place] = self._most(request) if asked is None else asked
                 plan.left = HOLDS
                 if asked is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.cache import KVCache, ReservationPlan, Slots
+from speculant.cache import KVCache, ReservationPlan
 from speculant.errors import CapacityError
 from tests.blocks import held_slots, moves_of, token_cache
 

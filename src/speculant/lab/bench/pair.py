@@ -38,8 +38,7 @@ from speculant.lab.bench.measuring import (
     ways_of,
 )
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
-from speculant.lab.theory import best_length, correlation_of, expected_costs
-from speculant.lab.theory.acceptance import acceptance
+from speculant.lab.theory import acceptance, best_length, correlation_of, expected_costs
 from speculant.metrics import SpeculationMetrics
 from speculant.models import (
     CausalLM,
@@ -84,7 +83,7 @@ class TextAcceptance:
     """Acceptance of a draft model along one text of T output tokens.
 
     overlap [T]: sum over the vocabulary of min(p, q), the probability that a drafted token is accepted there
-    (`lab.theory.acceptance.acceptance`). given [T]: min(1, q / p) at the output token (`lab/theory/speedup.py`).
+    (`lab.theory.acceptance`). given [T]: min(1, q / p) at the output token (`lab/theory/speedup.py`).
     """
 
     overlap: Array

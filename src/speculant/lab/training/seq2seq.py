@@ -297,7 +297,8 @@ def read_pairs(config: Seq2SeqConfig) -> tuple[TextPairs, TextPairs]:
     """Read the pairs to train on, and the held-out ones."""
     texts = read_texts(config.sources, config.targets)
     if config.held_out_sources is None or config.held_out_targets is None:
-        training, held_out = ([pair for pair in texts if is_held_out(pair[0]) == out] for out in (False, True))
+        training: TextPairs = [pair for pair in texts if not is_held_out(pair[0])]
+        held_out: TextPairs = [pair for pair in texts if is_held_out(pair[0])]
     else:
         training, held_out = texts, read_texts(config.held_out_sources, config.held_out_targets)
     if not held_out:
