@@ -182,7 +182,8 @@ class SamplingParams:
         stops = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop)
         self._set(stop=stops, stop_token_ids=_ids("stop_token_ids", self.stop_token_ids))
         self._set(logit_bias=_read_bias(self.logit_bias), speculation=_read_speculation(self.speculation))
-        self._set(structured_outputs=read_structured(self.structured_outputs))
+        if self.structured_outputs is not None:
+            self._set(structured_outputs=read_structured(self.structured_outputs))
         self._set(top_k=0 if self.top_k == -1 else self.top_k)
         self._set(bad_words=_read_words(self.bad_words), allowed_token_ids=_read_allowed(self.allowed_token_ids))
         check_fields(self, _CHECKS)

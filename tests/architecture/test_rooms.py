@@ -33,7 +33,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "scheduling": (1088, 4),
     "serving": (8147, 29),
     "structured": (1759, 9),
-    "text": (2577, 12),
+    "text": (2572, 11),
     "verification": (610, 10),
 }
 

@@ -109,9 +109,9 @@ class StructuredOutputs:
 StructuredOutputsParams = StructuredOutputs  # vLLM's name
 
 
-def read_structured(given: Any) -> StructuredOutputs | None:
+def read_structured(given: Any) -> StructuredOutputs:
     """Read the `structured_outputs` of a request: a StructuredOutputs, or a mapping of its fields."""
-    if given is None or isinstance(given, StructuredOutputs):
+    if isinstance(given, StructuredOutputs):
         return given
     if not isinstance(given, Mapping):
         raise ConfigError(

@@ -1,4 +1,3 @@
-from .automaton import Beginning as Beginning, beginnings_of as beginnings_of
 from .chat import (
     ROLES as ROLES,
     TAGS as TAGS,
@@ -29,11 +28,13 @@ from .sentencepiece import (
     find_sentencepiece as find_sentencepiece,
 )
 from .stream import (
+    Beginning as Beginning,
     IncrementalDetokenizer as IncrementalDetokenizer,
     StopSearch as StopSearch,
     StopStrings as StopStrings,
     TextStream as TextStream,
     TokenOffsets as TokenOffsets,
+    beginnings_of as beginnings_of,
     compile_stops as compile_stops,
 )
 from .text_files import (
