@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -85,6 +86,7 @@ def test_a_preempted_request_writes_the_same_text(drafter: str, policy: str) -> 
 def test_texts_do_not_depend_on_the_clients(drafter: str, beams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients take places from each other, at any time and by turns of two tokens; drafts differ, texts do not."""
     monkeypatch.setattr(scheduler_module, "TURN", 2)
+    monkeypatch.setattr("time.perf_counter", itertools.count(0.0, 2**-10).__next__)  # clients pay for time
     limits = Limits(28, 2, 16)
 
     def written(places: int, clients: Sequence[Client]) -> tuple[list[Any], int]:
