@@ -5,7 +5,6 @@ tests/contracts/test_model_families.py has their decoders, with sources of one l
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,26 +12,26 @@ from typing import Any
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant.errors import ModelError, RequestError
-from speculant.kernels import usable_sets
 from speculant.models import NORM, Decoder, SequenceInput, build_batch, load_model
 from speculant.types import DraftTree
 from tests.unit.models.families import (
     ENCODER_DECODERS,
+    NATIVE,
     SOURCE,
+    MakePair,
     Pair,
     Session,
+    loading_pairs,
     make_pair,
+    on_backends,
     random_tokens,
-    thinned_cases,
     write_variant,
 )
 
-NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 CLOSE = {"atol": 1e-4, "rtol": 0, "check_dtype": False}
 EXACT = {"atol": 1e-10, "rtol": 0}
 LONGEST = 320
@@ -43,29 +42,16 @@ HEAD, TABLE = "lm_head.weight", "shared.weight"
 Write = Callable[..., Path]
 
 
-def every_case(*backends: str) -> list[ParameterSet]:
-    """Return the parameters of every variant of every encoder-decoder family on these backends."""
-    marks = {"native": [NATIVE]}
-    found = [each for own in backends for each in thinned_cases(own, marks=marks.get(own, ()), with_encoders=True)]
-    return [each for each in found if each.values[0][1] in ENCODER_DECODERS]  # type: ignore[index]
+EACH = [case for case in on_backends("reference", "native") if case.values[0][1] in ENCODER_DECODERS]  # type: ignore[index]
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, str], Pair]:
-    """Return what loads a variant on a backend, once."""
-
-    @functools.cache
-    def loaded(backend: str, family: str, variant: str) -> Pair:
-        if backend == "reference":
-            return make_pair(tmp_path_factory.mktemp("checkpoint"), family, variant)
-        plain = loaded("reference", family, variant)
-        return plain.on_native() if backend == "native" else plain.in_float64()
-
-    return loaded
+def load(tmp_path_factory: pytest.TempPathFactory) -> MakePair:
+    return loading_pairs(tmp_path_factory)
 
 
-@pytest.fixture(params=every_case("reference", "native"))
-def pair(request: pytest.FixtureRequest, load: Callable[[str, str, str], Pair]) -> Pair:
+@pytest.fixture(params=EACH)
+def pair(request: pytest.FixtureRequest, load: MakePair) -> Pair:
     return load(*request.param)
 
 
@@ -155,7 +141,7 @@ def test_the_first_layers_keep_the_encoder(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("native", marks=NATIVE)])
-def test_a_short_head_has_its_own_rows_of_a_bias(backend: str, load: Callable[[str, str, str], Pair]) -> None:
+def test_a_short_head_has_its_own_rows_of_a_bias(backend: str, load: MakePair) -> None:
     whole, tokens = load(backend, "bart", "plain"), [2, 7, 60]
     short = load_model(str(whole.folder), "float32", kernels=backend, head_tokens=tuple(tokens)).model
     found, expected = (Session(each).extend(TEXT) for each in (short, whole.ours))
@@ -167,9 +153,7 @@ def test_a_short_head_has_its_own_rows_of_a_bias(backend: str, load: Callable[[s
     ("backend", "family"),
     [("reference", "bart"), *(pytest.param("native", each, marks=NATIVE) for each in ("bart", "marian"))],
 )
-def test_positions_beyond_the_table_are_refused(
-    backend: str, family: str, load: Callable[[str, str, str], Pair]
-) -> None:
+def test_positions_beyond_the_table_are_refused(backend: str, family: str, load: MakePair) -> None:
     model = load(backend, family, "plain").ours
     for source, text in ((random_tokens(513), [1]), ([1], random_tokens(513))):
         with pytest.raises((ValueError, IndexError)):

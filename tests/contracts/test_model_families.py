@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from transformers import PreTrainedModel
 
-from speculant.kernels import usable_sets
 from speculant.models import SequenceInput
 from speculant.types import DraftTree
-from tests.unit.models.families import FEW, REPEATING, Pair, Session, make_pair, random_tokens, thinned_cases
+from tests.unit.models.families import (
+    FEW,
+    REPEATING,
+    MakePair,
+    Pair,
+    Session,
+    loading_pairs,
+    on_backends,
+    random_tokens,
+)
 
-MakePair = Callable[[str, str, str], Pair]
-NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 CLOSE = {"atol": 1e-4, "rtol": 0, "check_dtype": False}
 EXACT = {"atol": 1e-10, "rtol": 0}
 PROMPT = random_tokens(24)
@@ -35,32 +39,7 @@ def path_to(node: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> MakePair:
-    """Return what loads a family's variant on a backend, once; "float64" is the reference with wide numbers.
-
-    "steady" is the native backend beside transformers' model with wide numbers, whose texts no rounding changes.
-    """
-
-    @functools.cache
-    def load(backend: str, family: str, variant: str) -> Pair:
-        if backend == "reference":
-            return make_pair(tmp_path_factory.mktemp("checkpoint"), family, variant)
-        if backend == "native":
-            return load("reference", family, variant).on_native()
-        if backend == "steady":
-            return load("float64", family, variant).on_native()
-        return load("reference", family, variant).in_float64()
-
-    return load
-
-
-def on_backends(*backends: str, families: Collection[str] | None = None) -> list[ParameterSet]:
-    """Return the parameters of every variant on every one of these backends; only `families` are quick, if given."""
-    marks = {"native": [NATIVE]}
-    return [
-        each
-        for backend in backends
-        for each in thinned_cases(backend, marks=marks.get(backend, ()), families=families, with_encoders=True)
-    ]
+    return loading_pairs(tmp_path_factory)
 
 
 @pytest.fixture(params=on_backends("reference", "native"))

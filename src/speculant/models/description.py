@@ -211,11 +211,8 @@ class TensorMap:
 
     def upright(self, stored: Collection[str]) -> TensorMap:
         """Return the map for files in which these stored matrices are not transposed."""
-        return replace(self, upright_names=tuple(sorted(stored)) if self._has_transposed else ())
-
-    @property
-    def _has_transposed(self) -> bool:
-        return any(_upright(made) != made for _, made in self.names)
+        are_transposed = any(_upright(made) != made for _, made in self.names)
+        return replace(self, upright_names=tuple(sorted(stored)) if are_transposed else ())
 
     def stored(self, name: str) -> str:
         """Return the files' name of a tensor."""

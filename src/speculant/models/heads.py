@@ -103,16 +103,6 @@ class StateEntry(Enum):
     ATTENTION = "attention"
     CONTEXT = "context"
 
-    @property
-    def has_matrix(self) -> bool:
-        """Whether `fc` maps e and h to the first layer's input."""
-        return self in (StateEntry.INPUT, StateEntry.NORMED)
-
-    @property
-    def has_norm(self) -> bool:
-        """Whether h is normalised here."""
-        return self in (StateEntry.NORMED, StateEntry.ATTENTION)
-
 
 @dataclass(frozen=True)
 class HeadConfig:
@@ -211,9 +201,9 @@ class HeadDecoder(DescribedModule):
         inputs = 2 * hidden if config.entry is StateEntry.ATTENTION else hidden
         widths = [inputs] + [hidden] * (own.num_layers - 1)
         self.layers = nn.ModuleList(map(DecoderLayer, config.layers, range(own.num_layers), repeat(hidden), widths))
-        if config.entry.has_matrix:
+        if config.entry in (StateEntry.INPUT, StateEntry.NORMED):
             self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
-        if config.entry.has_norm:
+        if config.entry in (StateEntry.NORMED, StateEntry.ATTENTION):
             self.hidden_norm = NormLayer(hidden, own.norm)
         if config.entry is not StateEntry.INPUT:
             self.norm = NormLayer(hidden, own.norm)

@@ -222,6 +222,7 @@ def _snapshot(
 
 
 def _hub_error(name: str, error: Exception) -> ModelError:
+    from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -240,18 +241,12 @@ def _hub_error(name: str, error: Exception) -> ModelError:
             f"{name} is neither a folder here nor a model on the hub ({reason})",
             "check the spelling; for a private one run `hf auth login`.",
         )
-    offline = isinstance(error, OfflineModeIsEnabled) or _is_offline()
+    offline = isinstance(error, OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE
     cause = "HF_HUB_OFFLINE is set" if offline else f"the hub could not be reached ({type(error).__name__}: {reason})"
     return ModelError(
         f"{name} is no folder here, some of its files have not been downloaded before, and {cause}",
         "connect to the network" + (" and unset HF_HUB_OFFLINE" if offline else "") + ", or give a local folder.",
     )
-
-
-def _is_offline() -> bool:
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
 
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"

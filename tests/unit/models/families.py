@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from transformers.utils import logging
 
 from speculant import plugins
 from speculant.cache import slotted_cache
+from speculant.kernels import usable_sets
 from speculant.lab.checkpoints import save_tensors
 from speculant.models import CausalLM, Decoder, EncodesSources, SequenceInput, build_batch, load_model
 from speculant.types import DraftTree
@@ -26,6 +28,7 @@ from speculant.types import DraftTree
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
+NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -391,6 +394,37 @@ def make_pair(folder: Path, family: str, variant: str) -> Pair:
     spread_weights(theirs)
     theirs.save_pretrained(folder)
     return Pair(theirs, load_model(str(folder)).model, folder)
+
+
+MakePair = Callable[[str, str, str], Pair]
+
+
+def loading_pairs(folders: pytest.TempPathFactory) -> MakePair:
+    """Return what loads a family's variant on a backend, once; "float64" is the reference with wide numbers.
+
+    "steady" is the native backend beside transformers' model with wide numbers, whose texts no rounding changes.
+    """
+
+    @functools.cache
+    def load(backend: str, family: str, variant: str) -> Pair:
+        if backend == "reference":
+            return make_pair(folders.mktemp("checkpoint"), family, variant)
+        if backend == "float64":
+            return load("reference", family, variant).in_float64()
+        return load("float64" if backend == "steady" else "reference", family, variant).on_native()
+
+    return load
+
+
+def on_backends(*backends: str, families: Collection[str] | None = None) -> list[ParameterSet]:
+    """Return the parameters of every variant on every one of these backends; only `families` are quick, if given."""
+    return [
+        each
+        for backend in backends
+        for each in thinned_cases(
+            backend, marks=[NATIVE] if backend == "native" else (), families=families, with_encoders=True
+        )
+    ]
 
 
 def write_variant(folder: Path, family: str, variant: str) -> Path:

@@ -42,29 +42,29 @@ _CONVERT = (
 )
 
 
-def quantised_format(config: Mapping[str, Any]) -> str | None:
-    """Return the name of the quantised format that a config.json names for its weights; None = it names none.
+def _entry_of(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the key and the entry of config.json for the quantised format. A null entry counts as absent."""
+    return next(((key, config[key]) for key in _ENTRIES if config.get(key) is not None), ("", None))
 
-    A null entry counts as absent.
-    """
-    for key, usual in _ENTRIES.items():
-        entry = config.get(key)
-        if entry is not None:
-            named = _name_of(entry) if isinstance(entry, dict) else None
-            return named or usual or f"{key} does not name the format"
-    return None
+
+def quantised_format(config: Mapping[str, Any]) -> str | None:
+    """Return the name of the quantised format that a config.json names for its weights; None = it names none."""
+    key, entry = _entry_of(config)
+    if not key:
+        return None
+    named = _name_of(entry) if isinstance(entry, dict) else None
+    return named or _ENTRIES[key] or f"{key} does not name the format"
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the options of the quantised format; an empty mapping if there are none."""
-    entry = next((config[key] for key in _ENTRIES if config.get(key) is not None), None)
+    _, entry = _entry_of(config)
     return entry if isinstance(entry, dict) else {}
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
     """Return the `quant_method` of the quantised format; None = config.json names none."""
-    usual = next((usual for key, usual in _ENTRIES.items() if config.get(key) is not None), None)
-    method = quantization_of(config).get("quant_method") or usual
+    method = quantization_of(config).get("quant_method") or _ENTRIES.get(_entry_of(config)[0])
     return method if isinstance(method, str) else None
 
 

@@ -172,7 +172,8 @@ def check_loading(
 ) -> torch.device:
     """Return the device, and check options of `load_model` before any file is looked up. Raises ConfigError."""
     place = _read_device(device)
-    _check_dtype(dtype)
+    if dtype not in ("auto", *_DTYPES):
+        raise ConfigError(f"dtype {dtype!r} is not supported", suggest(dtype, ("auto", *_DTYPES)))
     check_options(model_backend, quantization, weight_packing, read_cache_dtype(kv_cache_dtype))
     return place
 
@@ -356,11 +357,6 @@ class KeptWeights:
         if self._store is None:
             return ""
         return self._store.keep() if settled and self.tensors.stamps() == self.stamps else "packed"
-
-
-def _check_dtype(dtype: str) -> None:
-    if dtype not in ("auto", *_DTYPES):
-        raise ConfigError(f"dtype {dtype!r} is not supported", suggest(dtype, ("auto", *_DTYPES)))
 
 
 def _read_device(device: str) -> torch.device:

@@ -85,11 +85,6 @@ def why_no_halves(scales: Tensor) -> str:
     return f"float16 can't hold {'a few of the scales (less than 1%)' if few else 'the scales'}"
 
 
-def why_scales_are_decoded(parts: ModuleParts, end: str) -> str:
-    """Return `why_no_halves` of a tensor, which is not read if it is stored in float16."""
-    return "" if parts.kind(end) == "F16" else why_no_halves(parts.read(end).float())
-
-
 def as_blocks(
     layout: str, q: np.ndarray, scales: Tensor, zeros: np.ndarray | None, groups: InputGroups
 ) -> QuantizedBlocks:
@@ -286,7 +281,9 @@ def integer_matrix(
     """
     layout = layout_for(bits, zeros())
     keeps_rows = layout == "q8_0" and rows is not None and groups.count == 1
-    why = "" if keeps_rows else groups.why_decoded or why_scales_are_decoded(parts, scale)
+    why = "" if keeps_rows else groups.why_decoded
+    if not (keeps_rows or why or parts.kind(scale) == "F16"):  # which holds them without being read
+        why = why_no_halves(parts.read(scale).float())
 
     def read() -> Tensor | QuantizedBlocks:
         scales = by_row(read_scales(parts, scale))

@@ -148,7 +148,11 @@ def check_tensors(found: StoredWeights, config: DecoderConfig) -> None:
     wanted = {stored_name(made[name]): stored_shape(made[name], shape) for name, shape in tensor_shapes(config).items()}
     head, table = config.tensors.stored(HEAD), config.tensors.stored(TABLE)
     if config.head.tied and head in shapes:
-        _check_tied_head(found, head, table)
+        if not _is_table(found, head, table):
+            raise ModelError(
+                f"config.json says tie_word_embeddings = true, but {head} differs from {table}",
+                "set tie_word_embeddings to false in config.json if the head was trained on its own.",
+            )
         del shapes[head]
     _check_names(found, shapes.keys(), wanted.keys(), head)
     _check_shapes(found, shapes, wanted)
@@ -205,14 +209,6 @@ def _read_header(file: Path) -> dict[str, TensorPlace]:
 def _is_table(found: StoredWeights, head: str, table: str) -> bool:
     """Whether a stored head equals the table of tokens, if there is one."""
     return table not in found.names() or torch.equal(read_plain(found, head), read_plain(found, table))
-
-
-def _check_tied_head(found: StoredWeights, head: str, table: str) -> None:
-    if not _is_table(found, head, table):
-        raise ModelError(
-            f"config.json says tie_word_embeddings = true, but {head} differs from {table}",
-            "set tie_word_embeddings to false in config.json if the head was trained on its own.",
-        )
 
 
 def _check_names(weights: StoredWeights, found: Iterable[str], wanted: Iterable[str], head: str) -> None:
