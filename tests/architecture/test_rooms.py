@@ -10,7 +10,7 @@ import pytest
 from tests.architecture.rooms import ROOT, USERS, defined, home, inner_imports, rooms, size
 
 SLACK = 0.05  # of a budget, which follows a room that shrinks
-INNER_IMPORTS = 170  # of names that two files of a room have, of names that are also a file's; may only fall
+INNER_IMPORTS = 166  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1199, 5),
@@ -31,7 +31,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "sampling": (431, 4),
     "scale": (1970, 12),
     "scheduling": (1091, 4),
-    "serving": (8147, 29),
+    "serving": (8127, 29),
     "structured": (1819, 9),
     "text": (2627, 11),
     "verification": (610, 10),
