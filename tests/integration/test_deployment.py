@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from speculant import AsyncEngine
 from speculant.cli import app
-from speculant.serving import ServerOptions
-from speculant.serving.http.server import _LAST_EVENTS
+from speculant.serving import LAST_EVENTS, ServerOptions
 from tests.models import Checkpoints
 from tests.servers import LiveServer, serve
 
@@ -102,7 +101,7 @@ def test_the_unit_waits_longer_than_the_server_drains() -> None:
     _starts(*arguments)
     drain = float(arguments[arguments.index("--drain-timeout") + 1])
     assert drain == ServerOptions().drain_timeout
-    assert float(service["TimeoutStopSec"]) > drain + _LAST_EVENTS
+    assert float(service["TimeoutStopSec"]) > drain + LAST_EVENTS
     assert service["DynamicUser"] == "yes"
 
 

@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 from speculant import AsyncEngine
 from speculant.cli import ServerFlags, app
 from speculant.config import EngineConfig
-from speculant.serving import ServerOptions, make_app
-from speculant.serving.http.server import _LAST_EVENTS
+from speculant.serving import LAST_EVENTS, ServerOptions, make_app
 from tests.endpoint_picker import read_load
 from tests.kubernetes_kinds import KINDS
 from tests.models import Checkpoints
@@ -149,8 +148,8 @@ def test_a_pod_ends_after_its_last_answer() -> None:
     pause = container()["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert drain_timeout() == ServerOptions().drain_timeout
     assert pause > seconds_until("readinessProbe")
-    assert pod()["terminationGracePeriodSeconds"] > pause + drain_timeout() + _LAST_EVENTS
-    assert seconds_until("livenessProbe") > drain_timeout() + _LAST_EVENTS
+    assert pod()["terminationGracePeriodSeconds"] > pause + drain_timeout() + LAST_EVENTS
+    assert seconds_until("livenessProbe") > drain_timeout() + LAST_EVENTS
     assert seconds_until("startupProbe") >= 600
     assert all(container()[f"{kind}Probe"]["timeoutSeconds"] > 1 for kind in ("startup", "readiness", "liveness"))
     minutes = re.fullmatch(r"(\d+)m", OBJECTS["httproute"]["spec"]["rules"][0]["timeouts"]["request"])

@@ -178,19 +178,21 @@ def encode_long(value: Any) -> bytes:
     return b"".join(_parts(value))
 
 
-async def encode_in_parts(value: Any) -> bytes:
+async def encode_in_parts(value: Any, longest_turn: float = LONGEST_TURN, pause: float = PAUSE) -> bytes:
     """Return the same as `encode`. A long list is written item by item, with pauses for other work."""
-    return b"".join([piece async for piece in encoded_pieces(value)])
+    return b"".join([piece async for piece in encoded_pieces(value, longest_turn, pause)])
 
 
-async def encoded_pieces(value: Any) -> AsyncGenerator[bytes, None]:
+async def encoded_pieces(
+    value: Any, longest_turn: float = LONGEST_TURN, pause: float = PAUSE
+) -> AsyncGenerator[bytes, None]:
     """Yield the same as `encode` in pieces, each made in one turn of the event loop, with pauses for other work."""
     written, began = list[bytes](), time.perf_counter()
     for part in _parts(value):
         written.append(part)
-        if time.perf_counter() - began > LONGEST_TURN:
+        if time.perf_counter() - began > longest_turn:
             yield b"".join(written)
-            await asyncio.sleep(PAUSE)
+            await asyncio.sleep(pause)
             written, began = list[bytes](), time.perf_counter()
     yield b"".join(written)
 

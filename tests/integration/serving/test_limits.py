@@ -168,20 +168,8 @@ def test_a_model_without_a_template_says_so(serve: Any, checkpoints: Checkpoints
     assert checkpoints.target not in response.text
 
 
-def test_keys_open_every_route(serve: Any, checkpoints: Checkpoints) -> None:
+def test_keys_share_no_cache(serve: Any, checkpoints: Checkpoints) -> None:
     server = serve(AsyncEngine(checkpoints.target), api_keys=("one", "two"), served_model_names=("m",)).ready()
-    paths = [
-        *server.http.get("/openapi.json", headers={"Authorization": "Bearer one"}).json()["paths"],
-        "/openapi.json",
-    ]
-    for path in paths:
-        for method in ("GET", "POST", "OPTIONS"):
-            refused = server.http.request(method, path, headers={"Authorization": "Bearer three"})
-            if path in ("/health", "/ping"):
-                assert refused.status_code in (200, 405)
-            else:
-                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
-    assert server.http.get("/v1/models", headers={"Authorization": "Basic one"}).status_code == 401
     prompt = list(range(40, 90))
     cached = [
         server.http.post(

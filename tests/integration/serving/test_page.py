@@ -119,13 +119,6 @@ def test_listed_tokens_come_with_the_answer_s_figures(serve: Callable[..., LiveS
     assert not any("metrics" in chunk for chunk in server.chunks("/v1/completions", **request))
 
 
-def test_only_the_page_needs_no_key(serve: Callable[..., LiveServer]) -> None:
-    server = serve(AsyncEngine("demo", max_num_seqs=2), api_keys=(KEY,)).ready()
-    assert [server.http.get(path).status_code for path in PAGE] == [200] * len(PAGE)
-    closed = ("/v1/models", "/metrics", "/version", "/openapi.json", "/page.js/x")
-    assert [server.http.get(path).status_code for path in closed] == [401] * len(closed)
-
-
 # In a browser.
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 from typing import Any
 
@@ -293,18 +291,6 @@ def test_the_openapi_document_has_the_bodies(demo: LiveServer) -> None:
     assert "messages" in document["components"]["schemas"][reference.rsplit("/", 1)[1]]["properties"]
 
 
-def test_a_tool_choice_requires_a_call(demo: LiveServer) -> None:
-    parameters = {"type": "object", "properties": {"size": {"enum": [1, 2]}}, "required": ["size"]}
-    tools = [{"type": "function", "function": {"name": "cut", "parameters": parameters}}]
-    settings = {**GREEDY, "max_tokens": 80, "messages": CHAT, "tools": tools}
-    refused = demo.http.post("/v1/chat/completions", json={**settings, "tool_choice": {"type": "function"}})
-    assert refused.status_code == 400
-    (choice,) = demo.post("/v1/chat/completions", **settings, tool_choice="required")["choices"]
-    (call,) = choice["message"]["tool_calls"][:1]  # the template has no format of calls
-    assert (call["function"]["name"], choice["message"]["content"]) == ("cut", None)
-    assert json.loads(call["function"]["arguments"])["size"] in (1, 2)
-
-
 def test_the_tokenizer_s_settings_are_encoded_once(demo: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may have megabytes, and anybody may ask for them without an end."""
     first = demo.http.get("/tokenizer_info")
@@ -324,13 +310,6 @@ def test_head_is_answered_as_get_without_the_body(demo: LiveServer, path: str) -
     assert head.content == b""
     assert path == "/metrics" or head.headers["content-length"] == got.headers["content-length"]
     assert demo.http.get("/health").status_code == 200  # the connection can go on
-
-
-def test_a_compressed_body_is_refused_by_name(demo: LiveServer) -> None:
-    body = gzip.compress(json.dumps({"prompt": PROMPT}).encode())
-    reply = demo.http.post("/v1/completions", content=body, headers={"content-encoding": "gzip"})
-    assert reply.status_code == 415
-    assert "gzip" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

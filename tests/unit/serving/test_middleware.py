@@ -79,6 +79,7 @@ def test_a_wrong_key_is_refused(given: str | None) -> None:
     headers = {} if given is None else {"authorization": given.encode("latin-1")}
     response = ask(ApiKeys(echo, ["one", "two"]), headers=headers)
     assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+    assert response.json()["error"]["code"] == "invalid_api_key"
 
 
 @pytest.mark.parametrize("key", ["one", "two"])

@@ -33,7 +33,6 @@ from speculant.serving import (
     refusal,
     scrub,
     while_connected,
-    wire,
 )
 
 
@@ -166,10 +165,8 @@ def test_a_value_outside_json_is_an_error() -> None:
         encode({"a": object()})
 
 
-def test_other_tasks_run_while_a_long_document_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tasks_run_while_a_long_document_is_written() -> None:
     """It pauses wherever it may; between two pauses it writes one item of the list."""
-    monkeypatch.setattr(wire, "LONGEST_TURN", 0.0)
-    monkeypatch.setattr(wire, "PAUSE", 0.0)
     order: list[str] = []
 
     async def beat() -> None:
@@ -180,7 +177,7 @@ def test_other_tasks_run_while_a_long_document_is_written(monkeypatch: pytest.Mo
     async def test() -> None:
         beating = asyncio.create_task(beat())
         items = [Deferred(lambda: order.append("item")) for _ in range(100)]
-        await encode_in_parts({"rows": items})
+        await encode_in_parts({"rows": items}, longest_turn=0.0, pause=0.0)
         beating.cancel()
 
     asyncio.run(test())

@@ -38,7 +38,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CHECK_TICKS, _DATE_TICKS = 5, 10  # between two checks of all connections' deadlines, and two readings of the date
 _ADDRESS = "use an address of this machine as --host, such as 127.0.0.1, or 0.0.0.0 for all of them."
 _BACKLOG = 2048  # connections that wait to be accepted
-_LAST_EVENTS = 5  # seconds in which the last events of aborted streams are sent
+LAST_EVENTS = 5  # seconds in which the last events of aborted streams are sent
 
 
 class Lifecycle(Protocol):
@@ -145,7 +145,7 @@ class Server:
             connection.shutdown()
         tasks = self.server_state.tasks
         try:
-            async with asyncio.timeout(_LAST_EVENTS):
+            async with asyncio.timeout(LAST_EVENTS):
                 while (self.server_state.connections or tasks) and not self._must_end:
                     await asyncio.sleep(self.tick_s)
         except TimeoutError:

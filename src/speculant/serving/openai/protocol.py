@@ -360,15 +360,15 @@ def _is_finite(value: Any) -> bool:
     return True
 
 
-def count_entries(raw: bytes) -> int:
+def count_entries(raw: bytes, plain_most: int = MOST_ENTRIES) -> int:
     """Return at least the number of entries of all lists and objects of a JSON text, without parsing it.
 
-    It is the number of commas and opening brackets. Those within strings are left out only if the number with them is
-    too large. Parsing holds the interpreter's lock for up to a microsecond per entry. Counting releases it for most of
-    its time.
+    It is the number of commas and opening brackets. Those within strings are left out only if there are more than
+    `plain_most` with them. Parsing holds the interpreter's lock for up to a microsecond per entry. Counting releases it
+    for most of its time.
     """
     most = sum(map(raw.count, (b",", b"[", b"{")))
-    if most <= MOST_ENTRIES:
+    if most <= plain_most:
         return most
     plain = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     outside = ~np.logical_xor.accumulate(plain == ord('"'))

@@ -235,13 +235,13 @@ class Service:
         salt = salt_of(request.scope, job.body.cache_salt)
         call = f"{request.scope.get(REQUEST_ID, '')}:{uuid.uuid4().hex}"  # clients may repeat their ids
         client, priority = replace(self.client(request), call=call), self._priority(job.body)
-        return {
-            name: engine.stream(
+        streams: dict[str, Pieces] = {}
+        for place, prompt in enumerate(job.answer.prompts):
+            name = f"{call}-{place}"
+            streams[name] = engine.stream(
                 prompt.given, params, request_id=name, priority=priority, cache_salt=salt, client=client
             )
-            for place, prompt in enumerate(job.answer.prompts)
-            for name in (f"{call}-{place}",)
-        }
+        return streams
 
     def client(self, request: Request) -> Client:
         """Return the client that sent a request, with the weight that the operator gave its key."""

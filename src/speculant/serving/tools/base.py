@@ -18,7 +18,7 @@ import re
 import secrets
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -425,40 +425,49 @@ class ToolParser(StreamParser):
         self._cursor.raw.clear()
 
     def _call_object(self) -> Script:
-        """Read `{"name": ..., "arguments": {...}}`; "parameters" is another name for arguments."""
-        name: str | None = None
-        held: list[str] = []  # arguments that precede the name
-        begun = ended = False
+        """Read `{"name": ..., "arguments": {...}}`, with keys in any order; "parameters" is another name for arguments.
 
-        def add_arguments(piece: str) -> None:
-            nonlocal begun
-            if name is None:
-                held.append(piece)
-                return
-            if not begun:
-                self._begin_call(name)
-                begun = True
-            self._add_arguments("".join((*held, piece)))
-            held.clear()
-
-        def set_name(text: str) -> None:
-            nonlocal name
-            name = checked_name(text)
-            if held:
-                add_arguments("")
-            if ended:
+        Only the keys id and type may be added. Raises MalformedError at the first character that does not fit.
+        """
+        cursor, name, held, keys = self._cursor, "", list[str](), set[str]()
+        yield from require(cursor, "{")
+        while True:
+            keys.add(key := (yield from self._new_key(keys)))
+            if key == "name":
+                name = checked_name((yield from read_text(cursor)))
+                if held:
+                    self._begin_call(name)
+                    self._add_arguments("".join(held))
+                    self._deltas.end_call()
+            elif key == "arguments" and name:
+                if cursor.char == "{":
+                    self._begin_call(name)
+                yield from read_object(cursor, self._add_arguments)
                 self._deltas.end_call()
-
-        def end_arguments() -> None:
-            nonlocal ended
-            ended = True
-            if begun:
-                self._deltas.end_call()
-
-        yield from read_call(self._cursor, set_name, add_arguments, end_arguments)
-        if not begun:
+            elif key == "arguments":
+                yield from read_object(cursor, held.append)
+            else:
+                yield from read_value(cursor, drop)
+            yield from skip_space(cursor)
+            if cursor.char != ",":
+                break
+            yield from take(cursor, drop)
+        yield from require(cursor, "}")
+        if not keys >= {"name", "arguments"}:
             raise MalformedError
-        self._cursor.raw.clear()
+        cursor.raw.clear()
+
+    def _new_key(self, known: Collection[str]) -> Generator[None, str, str]:
+        """Read a key that is not known yet, and the colon after it."""
+        cursor = self._cursor
+        yield from skip_space(cursor)
+        key = _KEYS.get((yield from read_text(cursor)), "")
+        if not key or key in known:
+            raise MalformedError
+        yield from skip_space(cursor)
+        yield from require(cursor, ":")
+        yield from skip_space(cursor)
+        return key
 
     def _begin_call(self, name: str, call_id: str | None = None) -> None:
         self._deltas.begin_call(name, call_id)
@@ -546,37 +555,6 @@ def skip_space(cursor: Cursor, emit: Emit = drop) -> Script:
     """Read white space, if there is any."""
     while cursor.char and cursor.char in SPACE:
         yield from take(cursor, emit)
-
-
-def read_call(cursor: Cursor, named: Emit, emit: Emit, ended: Callable[[], None]) -> Script:
-    """Read `{"name": "f", "arguments": {...}}` with keys in any order. Only the keys id and type may be added.
-
-    `named` gets the name, `emit` the arguments, and `ended` is called after these. Raises MalformedError at the first
-    character that does not fit.
-    """
-    yield from require(cursor, "{")
-    keys: set[str] = set()
-    while True:
-        yield from skip_space(cursor)
-        key = _KEYS.get((yield from read_text(cursor)))
-        if key is None or key in keys:
-            raise MalformedError
-        keys.add(key)
-        yield from skip_space(cursor)
-        yield from require(cursor, ":")
-        yield from skip_space(cursor)
-        if key == "name":
-            named((yield from read_text(cursor)))
-        elif key == "arguments":
-            yield from read_object(cursor, emit)
-            ended()
-        else:
-            yield from read_value(cursor, drop)
-        yield from skip_space(cursor)
-        if cursor.char != ",":
-            break
-        yield from take(cursor, drop)
-    yield from require(cursor, "}")
 
 
 def read_text(cursor: Cursor) -> Generator[None, str, str]:
