@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ os.environ.setdefault("SPECULANT_REAL_MODELS", str(cache_folder("models")))  # t
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / "speculant-tests")  # measured costs are kept there
 files.STEADY = float("inf")  # although the tests keep the machine busy
 gc.disable()  # until all tests are collected: they live to the end
+STATM, MOST_GARBAGE = Path("/proc/self/statm"), 2**27
+_after_collection = [0]  # the memory of this process
 SLOW_TIMEOUT_S = 3600  # the limit of every other test stands in pyproject.toml
 settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("full"), max_examples=8)
@@ -53,6 +56,20 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Collect garbage where a process has grown: an engine is much memory in few objects, which start no collection."""
+    if (held := _resident_bytes()) > _after_collection[0] + MOST_GARBAGE:
+        gc.collect()
+        _after_collection[0] = min(held, _resident_bytes())
+
+
+def _resident_bytes() -> int:
+    """Return the memory of this process; 0 where the system does not tell."""
+    pages = STATM.read_text().split()[1] if STATM.exists() else "0"
+    return int(pages) * mmap.PAGESIZE
 
 
 def _has_cuda() -> bool:

@@ -7,26 +7,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from speculant.kernels import INDEX_BYTES, Activation, Flag, Kernels, Op, Pass, Type, panel_rows
 from speculant.models import gating
+from tests.examples import examples
 from tests.native import SETS, inputs_of, kernels, look_up, needs_kernels, on, pack, random, run
 
 __all__ = ["kernels"]
 pytestmark = needs_kernels
 # Outputs and inputs: one block, an odd number of groups, several superblocks, and enough for streams.
-SHAPES = [(1, 32), (47, 32), (50, 96), (97, 288), (50, 1056), (200, 1056), (70, 4192)]
+SHAPES = [(1, 32), (47, 32), (50, 96), (97, 288), (200, 1056), (70, 4192)]
 COUNTS = (*range(1, 21), 25, 63, 64, 65, 127, 128, 129, 131, 300)
 N, K = 50, 288
 
 every_type = pytest.mark.parametrize("type_", [*Type], ids=lambda type_: type_.name)
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 # Arguments of `run` for n outputs and all rows.
-WAYS: dict[str, Callable[[int], dict[str, object]]] = {
+WAYS: dict[str, Callable[[int], dict[str, Any]]] = {
     "plain": lambda n: {},
     "bias": lambda n: {"bias": random(n, seed=2)},
     "added": lambda n: {"added": random(max(COUNTS), n, seed=3)},
@@ -38,17 +40,24 @@ WAYS: dict[str, Callable[[int], dict[str, object]]] = {
 
 @pytest.mark.covering(2)
 @every_type
-@pytest.mark.parametrize("way", WAYS)
-@shapes
-def test_a_row_is_the_same_in_every_loop(kernels: Kernels, shape: tuple[int, int], way: str, type_: Type) -> None:
-    n, given = shape[0], WAYS[way](shape[0])
-    weight = pack(kernels, type_, n, inputs_of(type_, shape[1]), *((0, 1) if "flags" in given else (0,)))
-    x, added = random(max(COUNTS), weight.k, seed=5), given.get("added")
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_a_row_is_the_same_in_every_loop(kernels: Kernels, shape: tuple[int, int], type_: Type) -> None:
+    """In every way in `make test-all`, and in one of them, by turns, otherwise."""
+    turn = ([*Type].index(type_) + SHAPES.index(shape)) % len(WAYS)
+    for way in [*WAYS, *WAYS][turn : turn + examples(len(WAYS), least=1)]:
+        check_rows(kernels, type_, shape, WAYS[way](shape[0]))
 
-    def some(first: int, rows: int) -> torch.Tensor:
+
+def check_rows(kernels: Kernels, type_: Type, shape: tuple[int, int], given: dict[str, Any]) -> None:
+    """Compare rows alone with the same rows among others."""
+    seeds, added = (0, 1) if "flags" in given else (0,), given.get("added")
+    weight = pack(kernels, type_, shape[0], inputs_of(type_, shape[1]), *seeds)
+    x = random(max(COUNTS), weight.k, seed=5)
+
+    def some(first: int, rows: int) -> Tensor:
         part = slice(first, first + rows)
-        own = {"added": added[part]} if isinstance(added, torch.Tensor) else {}
-        return run(kernels, weight, x[part].contiguous(), **{**given, **own})  # type: ignore[arg-type]
+        own = {} if added is None else {"added": added[part]}
+        return run(kernels, weight, x[part].contiguous(), **{**given, **own})
 
     alone = torch.cat([some(row, 1) for row in range(len(x))])
     assert bool(alone.isfinite().all())

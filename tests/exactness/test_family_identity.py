@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from transformers import AutoConfig
 
-from speculant import LLM, SamplingParams, plugins
+from speculant import plugins
 from speculant.kernels import usable_sets
-from tests.drafters import BLIND, model_of, options_of, predicting
+from tests.exactness.identity import Job, params_of, prompts_of
 from tests.exactness.selection import combinations
 from tests.examples import examples
 from tests.gguf_models import convert
@@ -35,14 +35,8 @@ BLOCKS = "q4_k"
 WEIGHTS = [name for name, engine in ENGINES.items() if engine["kernels"] == "reference" or usable_sets()]
 DRAFTERS = plugins.names("speculant.drafting")
 MOST_POSITIONS = 32  # as many as the smallest variant has
-PROMPTS = [[70 + place, 71, 72 + place, 80, 71, 72] for place in range(4)]
-NUM_TOKENS = examples(16, least=8)
-PARAMS = {
-    "greedy": [SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)] * len(PROMPTS),
-    "seeded": [
-        SamplingParams(temperature=0.7, seed=place, max_tokens=NUM_TOKENS, ignore_eos=True) for place in range(4)
-    ],
-}
+PROMPTS = prompts_of(4)
+PARAMS = params_of(4, examples(16, least=8))
 
 
 class Case(NamedTuple):
@@ -73,19 +67,6 @@ def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, float
         return write_checkpoint(folder, Shape(family=family, layers=3, noise=noise, settings=settings))
 
     return written
-
-
-def generate(
-    target: str, case: Case, params: list[SamplingParams], runs: int = 1, **arguments: Any
-) -> tuple[list[list[int]], int, int]:
-    """Return the texts of the last run, and how many tokens were drafted and accepted."""
-    llm = LLM(target, max_model_len=MOST_POSITIONS, **ENGINES.get(case.weights, {}), **arguments)
-    outputs = [llm.generate(PROMPTS, params) for _ in range(runs)][-1]
-    counted = [out.metrics.speculative_decoding for out in outputs]
-    drafted, accepted = (
-        sum(getattr(each, name) for each in counted) for name in ("num_draft_tokens", "num_accepted_draft_tokens")
-    )
-    return [list(out.outputs[0].token_ids) for out in outputs], drafted, accepted
 
 
 @pytest.fixture(scope="module")
@@ -134,17 +115,8 @@ def test_no_drafter_changes_a_text_of_blocks(
 def check(case: Case, write: Callable[[str, str, float], str], hidden_size: int) -> None:
     """Compare a case's texts with those of plain decoding, in batches, and alone in `make test-all`."""
     target, draft = (write(case.family, case.variant, noise) for noise in (0.0, 0.02))
-    own = PARAMS[case.distribution]
-    plain, *_ = generate(target, case, own, use_speculative_decoding=False, max_num_seqs=1)
-    assert len({tuple(text) for text in plain}) > 1, "the texts hardly differ: a weak test"
-    params = [predicting(case.drafter, each, text) for each, text in zip(own, plain, strict=True)]
-    config = {"method": case.drafter, "num_speculative_tokens": 3, **options_of(case.drafter, VOCAB_SIZE, plain)}
-    model = model_of(case.drafter, draft, hidden_size, VOCAB_SIZE)
-    learns = plugins.load("speculant.drafting", case.drafter).METHOD.learns
+    engine = {"max_model_len": MOST_POSITIONS, **ENGINES.get(case.weights, {})}
+    job, params = Job(target, PROMPTS, (hidden_size, VOCAB_SIZE), engine), PARAMS[case.distribution]
+    plain = job.plain(params)
     for batch in (4, 1)[: examples(2, least=1)]:
-        texts, drafted, accepted = generate(
-            target, case, params, 2 if learns else 1, draft_model=model, speculative_config=config, max_num_seqs=batch
-        )
-        assert texts == plain, f"{batch} at a time"
-        assert drafted > 0
-        assert accepted > 0 or model != draft or case.drafter in BLIND, "no draft was accepted: a weak test"
+        job.check(case.drafter, draft, params, plain, max_num_seqs=batch)

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from speculant import LLM, RequestOutput, SamplingParams, plugins
+from speculant import LLM, SamplingParams, plugins
 from speculant.kernels import usable_sets
 from speculant.lengths import Adaptive, Calibration, CostCurve, StepCosts
 from tests.covering import covering
-from tests.drafters import BLIND, model_of, options_of, predicting
+from tests.drafters import BLIND
+from tests.exactness.identity import Job, Texts
 from tests.exactness.selection import combinations, slow_but
 from tests.examples import examples
 
@@ -75,32 +76,14 @@ def params(distribution: str, work: Work) -> list[SamplingParams]:
     ]
 
 
-def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [out.outputs[0].token_ids for out in outputs]
+def job_of(work: Work, engine: Mapping[str, str]) -> Job:
+    return Job("demo", work.prompts, (HIDDEN_SIZE, VOCAB_SIZE), {"max_model_len": 256, **engine})
 
 
 @cache
-def plain_texts(distribution: str, work: Work, engine: tuple[tuple[str, str], ...]) -> list[list[int]]:
+def plain_texts(distribution: str, work: Work, engine: tuple[tuple[str, str], ...]) -> Texts:
     """Return the text of each prompt alone, without speculation."""
-    llm = LLM("demo", max_num_seqs=1, max_model_len=256, **dict(engine))
-    plain = tokens_of(llm.generate(work.prompts, params(distribution, work)))
-    assert len({tuple(text) for text in plain}) > len(plain) // 2, "the texts hardly differ: a weak test"
-    return plain
-
-
-def speculative(
-    drafter: str, spec_length: int, batch: int, options: Mapping[str, Any] = NO_OPTIONS, **engine: str
-) -> LLM:
-    """The embedded pair with any drafter."""
-    return LLM(
-        "demo",
-        draft_model=model_of(drafter, "demo", HIDDEN_SIZE, VOCAB_SIZE),
-        speculative_config={"method": drafter, **options},
-        spec_length=spec_length,
-        max_num_seqs=batch,
-        max_model_len=256,
-        **engine,
-    )
+    return job_of(work, dict(engine)).plain(params(distribution, work), least=len(work.prompts) // 2)
 
 
 def check_identity(
@@ -113,18 +96,11 @@ def check_identity(
 ) -> None:
     """Compare plain texts with those of one drafter at one draft length, 8 at a time, and alone in `make test-all`."""
     plain = plain_texts(distribution, work, tuple(engine.items()))
-    columns = zip(params(distribution, work), plain, strict=True)
-    distributions = [predicting(drafter, each, text) for each, text in columns]
-    options = {**options_of(drafter, VOCAB_SIZE, plain), **options}
+    job = job_of(work, engine)
     for batch in (8, 1)[: examples(2, least=1)]:
-        llm = speculative(drafter, spec_length, batch, options, **engine)
-        if plugins.load("speculant.drafting", drafter).METHOD.learns:
-            assert tokens_of(llm.generate(work.prompts, distributions)) == plain
-        outputs = llm.generate(work.prompts, distributions)
-        assert tokens_of(outputs) == plain, f"{drafter}, {spec_length} drafts, {batch} at a time"
-        counted = [out.metrics.speculative_decoding for out in outputs]
-        assert sum(each.num_draft_tokens for each in counted) > 0, "nothing was drafted"
-        accepted = sum(each.num_accepted_draft_tokens for each in counted)
+        accepted = job.check(
+            drafter, "demo", params(distribution, work), plain, spec_length, max_num_seqs=batch, options=options
+        )
         assert accepted > 0 or drafter in BLIND, "nothing was ever accepted, so nothing was shown"
 
 
@@ -214,15 +190,16 @@ def test_text_is_identical_with_drafter_selection(
     monkeypatch.setattr(Calibration, "costs", lambda self: costs)
     monkeypatch.setattr(Adaptive, "_follow", lambda self, *seen: None)
     monkeypatch.setattr(Adaptive, "_follow_plain", lambda self, *seen: None)
-    engine, prompts = ENGINES[weights], [*SHORT.prompts, *SHORT.prompts]  # the second time their texts are known
-    plain = plain_texts(distribution, SHORT, tuple(engine.items()))
-    config = {"method": "fallback", "draft_length": "adaptive"}
+    plain, config = (
+        plain_texts(distribution, SHORT, tuple(ENGINES[weights].items())),
+        {"method": "fallback", "draft_length": "adaptive"},
+    )
     for batch in (8, 1)[: examples(2, least=1)]:
-        llm = LLM("demo", "demo", speculative_config=config, max_num_seqs=batch, max_model_len=256, **engine)
-        outputs = llm.generate(prompts, params(distribution, SHORT) * 2)
-        assert tokens_of(outputs) == plain * 2, f"{batch} at a time"
-        counted = [out.metrics.speculative_decoding for out in outputs]
-        assert sum(each.num_accepted_draft_tokens for each in counted) > 0
+        texts, _, accepted = job_of(SHORT, ENGINES[weights]).generate(
+            params(distribution, SHORT), 2, draft_model="demo", speculative_config=config, max_num_seqs=batch
+        )  # the second time the texts are known
+        assert texts == plain, f"{batch} at a time"
+        assert accepted > 0
 
 
 @pytest.mark.parametrize(("dtype", "near"), [pytest.param("float32", 1e-3, marks=pytest.mark.slow), ("bfloat16", 0.25)])
@@ -234,7 +211,9 @@ def test_a_difference_on_torch_kernels_is_a_near_tie(dtype: str, near: float) ->
     plain = LLM("demo", dtype=dtype, max_num_seqs=1, max_model_len=256, kernels="reference").generate(
         prompts, distributions
     )
-    drafted = speculative("draft_model", 4, 8, dtype=dtype, kernels="reference").generate(prompts, distributions)
+    drafted = LLM(
+        "demo", "demo", spec_length=4, max_num_seqs=8, max_model_len=256, dtype=dtype, kernels="reference"
+    ).generate(prompts, distributions)
     for one, other in zip(plain, drafted, strict=True):
         chosen, entries = one.outputs[0].token_ids, one.outputs[0].logprobs or []
         for mine, token, entry in zip(chosen, other.outputs[0].token_ids, entries, strict=True):

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from speculant import LLM, SamplingParams, plugins
+from speculant import SamplingParams, plugins
 from speculant.kernels import usable_sets
 from speculant.models import CausalLM, load_model
-from tests.drafters import BLIND, FEW_METHODS, model_of, options_of, predicting
+from tests.drafters import FEW_METHODS
+from tests.exactness.identity import Job, Texts, params_of, prompts_of
 from tests.exactness.selection import combinations, slow_but
 from tests.exactness.test_native_decoder import CACHES, NUM_TOKENS, VARIANTS, feed, make_decoder, make_native, tokens_of
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, checkpoints
@@ -29,14 +30,14 @@ ENGINES: dict[str, dict[str, str]] = {
 }
 COMPUTED = [name for name, engine in ENGINES.items() if engine["kernels"] == "reference" or usable_sets()]
 DRAFTERS = plugins.names("speculant.drafting")
-PROMPTS = [[70 + place, 71, 72 + place, 80, 71, 72] for place in range(6)]
+PROMPTS = prompts_of(6)
 SHARED = [[*range(60, 85), 40 + place] for place in range(6)]  # with a common prefix
 PARAMS = {
-    "greedy": [SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)] * 6,
-    "seeded": [SamplingParams(temperature=0.7, seed=place, max_tokens=16, ignore_eos=True) for place in range(6)],
+    **params_of(6, 16),
     "beams": [SamplingParams(temperature=0.0, beam_width=3, max_tokens=12)] * 6,
 }
 ROUNDED = {"kv_cache_dtype": "int8", "max_model_len": 64}
+SPECINFER = {"method": "specinfer", "num_speculative_tokens": 6}
 WAYS: dict[str, dict[str, Any]] = {
     "together": {"max_num_seqs": 6},
     "slotted": {"max_num_seqs": 3, "kv_cache_backend": "slotted"},
@@ -47,27 +48,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def generate(
-    model: str, params: list[SamplingParams], prompts: list[list[int]] = PROMPTS, runs: int = 1, **arguments: Any
-) -> tuple[list[list[int]], int, int]:
-    """Return the texts of the last run, and how many tokens were drafted and accepted."""
-    llm = LLM(model, **{**ROUNDED, **arguments})
-    assert "keys and values in int8" in llm.kernels
-    outputs = [llm.generate(prompts, params) for _ in range(runs)][-1]
-    counted = [out.metrics.speculative_decoding for out in outputs]
-    drafted, accepted = (
-        sum(getattr(each, name) for each in counted) for name in ("num_draft_tokens", "num_accepted_draft_tokens")
-    )
-    return [list(out.outputs[0].token_ids) for out in outputs], drafted, accepted
+def job_of(target: str, engine: str, prompts: Texts = PROMPTS) -> Job:
+    sizes, says = (HIDDEN_SIZE, VOCAB_SIZE), ["keys and values in int8"]
+    return Job(target, prompts, sizes, {**ROUNDED, **ENGINES[engine]}, says)
 
 
 @functools.cache
-def plain_texts(target: str, engine: str, distribution: str) -> list[list[int]]:
+def plain_texts(target: str, engine: str, distribution: str) -> Texts:
     """Return the text of each prompt alone, without speculation."""
-    own: dict[str, Any] = {"use_speculative_decoding": False, "max_num_seqs": 1, **ENGINES[engine]}
-    plain, *_ = generate(target, PARAMS[distribution], **own)
-    assert len({tuple(text) for text in plain}) > 3
-    return plain
+    return job_of(target, engine).plain(PARAMS[distribution], least=3)
 
 
 @pytest.mark.covering(1)
@@ -78,16 +67,7 @@ def test_no_drafter_changes_a_text_of_rounded_keys(
     drafter: str, engine: str, distribution: str, checkpoints: Checkpoints
 ) -> None:
     plain = plain_texts(checkpoints.target, engine, distribution)
-    params = [predicting(drafter, each, text) for each, text in zip(PARAMS[distribution], plain, strict=True)]
-    config = {"method": drafter, "num_speculative_tokens": 3, **options_of(drafter, VOCAB_SIZE, plain)}
-    model = model_of(drafter, checkpoints.near, HIDDEN_SIZE, VOCAB_SIZE)
-    runs = 2 if plugins.load("speculant.drafting", drafter).METHOD.learns else 1
-    texts, drafted, accepted = generate(
-        checkpoints.target, params, runs=runs, draft_model=model, speculative_config=config, **ENGINES[engine]
-    )
-    assert texts == plain
-    assert drafted > 0
-    assert accepted > 0 or model != checkpoints.near or drafter in BLIND, "no draft was accepted: a weak test"
+    job_of(checkpoints.target, engine).check(drafter, checkpoints.near, PARAMS[distribution], plain)
 
 
 @pytest.mark.parametrize(
@@ -99,26 +79,17 @@ def test_no_drafter_changes_a_text_of_rounded_keys(
 )  # fmt: skip
 def test_no_way_to_keep_them_changes_a_text(engine: str, distribution: str, way: str, checkpoints: Checkpoints) -> None:
     """Batches, both kinds of caches, chunks, preemption, prefixes and beams, with trees of a draft model."""
-    params, own = PARAMS[distribution], ENGINES[engine]
-    plain, *_ = generate(
-        checkpoints.target, params, SHARED, use_speculative_decoding=False, max_num_seqs=1,
-        enable_prefix_caching=False, **own,
-    )  # fmt: skip
-    drafting = {"method": "specinfer", "num_speculative_tokens": 6}
-    settings = {**own, **WAYS[way]}
-    texts, *_ = generate(
-        checkpoints.target, params, SHARED, 2, draft_model=checkpoints.near, speculative_config=drafting, **settings
-    )
-    assert texts == plain
+    params, job = PARAMS[distribution], job_of(checkpoints.target, engine, SHARED)
+    drafts = {"draft_model": checkpoints.near, "speculative_config": SPECINFER}
+    off = {"use_speculative_decoding": False, "max_num_seqs": 1, "enable_prefix_caching": False}
+    assert job.generate(params, 2, **drafts, **WAYS[way])[0] == job.generate(params, **off)[0]
 
 
 def test_texts_of_rounded_keys_are_another_model_s(checkpoints: Checkpoints) -> None:
     """Else the tests above would show nothing."""
     params = [SamplingParams(temperature=0.7, seed=place, max_tokens=40, ignore_eos=True) for place in range(6)]
-    engine = {"dtype": "float64", "kernels": "reference", "use_speculative_decoding": False}
-    rounded, *_ = generate(checkpoints.target, params, **engine)
-    own = LLM(checkpoints.target, max_model_len=64, **engine).generate(PROMPTS, params)
-    assert rounded != [list(out.outputs[0].token_ids) for out in own]
+    own = Job(checkpoints.target, PROMPTS, (0, 0), {"max_model_len": 64, **ENGINES["reference"]})
+    assert job_of(checkpoints.target, "reference").plain(params) != own.plain(params)
 
 
 def rounded_session(folder: Path, dtype: str, kernels: str) -> Session:

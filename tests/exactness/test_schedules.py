@@ -135,33 +135,6 @@ def keep_drafts_of_the_preempted(drafter: ModelDrafter, request: Request, origin
         original(drafter, request)
 
 
-FAULTS: list[tuple[type, str, Callable[..., object], str]] = [
-    (KVCache, "truncate_to", keep_one_too_many, "chain"),
-    (KVCache, "compact", move_nothing, "tree"),
-    (KVCache, "drop_unseen", give_back_too_early, "none"),
-    (KVCache, "match_prefix", share_across_salts, "none"),
-    (BlockPool, "is_writable", never_copy, "tree"),
-    (BlockPool, "free", never_free, "none"),
-    (BlockPool, "free", free_twice, "none"),
-    (ModelDrafter, "end", keep_drafts_of_the_preempted, "model"),
-]
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "fault", "drafter"),
-    # It takes many schedules to find the other two.
-    slow_but([fault for fault in FAULTS if fault[2] not in (share_across_salts, never_copy)], FAULTS),
-    ids=[fault.__name__ for _, _, fault, _ in FAULTS],
-)
-def test_a_fault_is_found(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, fault: Callable[..., object], drafter: str
-) -> None:
-    original = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *args: fault(*args, original=original))
-    with pytest.raises((AssertionError, ValueError)):
-        run_some_schedules(Kind("paged", drafter))
-
-
 def keep_released_sources(sources: Sources, seq_id: int, original: Callable[..., None]) -> None:
     pass
 
@@ -177,25 +150,34 @@ def keep_sources_of_a_failed_step(schedule: Schedule, cache: KVCache, original: 
     original(replace(schedule, sources=()), cache)
 
 
-SOURCE_FAULTS: list[tuple[type, str, Callable[..., object]]] = [
-    (Sources, "release", keep_released_sources),
-    (Sources, "hold", share_sources_by_first_token),
-    (Schedule, "roll_back", keep_sources_of_a_failed_step),
+FAULTS: list[tuple[type, str, Callable[..., object], Kind]] = [
+    (KVCache, "truncate_to", keep_one_too_many, Kind("paged", "chain")),
+    (KVCache, "compact", move_nothing, Kind("paged", "tree")),
+    (KVCache, "drop_unseen", give_back_too_early, Kind("paged", "none")),
+    (KVCache, "match_prefix", share_across_salts, Kind("paged", "none")),
+    (BlockPool, "is_writable", never_copy, Kind("paged", "tree")),
+    (BlockPool, "free", never_free, Kind("paged", "none")),
+    (BlockPool, "free", free_twice, Kind("paged", "none")),
+    (ModelDrafter, "end", keep_drafts_of_the_preempted, Kind("paged", "model")),
+    (Sources, "release", keep_released_sources, Kind("paged", "none", sources=True)),
+    (Sources, "hold", share_sources_by_first_token, Kind("paged", "none", sources=True)),
+    (Schedule, "roll_back", keep_sources_of_a_failed_step, Kind("paged", "none", sources=True)),
 ]
+RARE = (share_across_salts, never_copy, keep_sources_of_a_failed_step)  # it takes many schedules to find these
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "fault"),
-    slow_but(SOURCE_FAULTS[:2], SOURCE_FAULTS),
-    ids=[fault.__name__ for *_, fault in SOURCE_FAULTS],
+    ("owner", "name", "fault", "kind"),
+    slow_but([fault for fault in FAULTS if fault[2] not in RARE], FAULTS),
+    ids=[fault.__name__ for _, _, fault, _ in FAULTS],
 )
-def test_a_fault_of_sources_is_found(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, fault: Callable[..., object]
+def test_a_fault_is_found(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, fault: Callable[..., object], kind: Kind
 ) -> None:
     original = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args: fault(*args, original=original))
     with pytest.raises((AssertionError, ValueError)):
-        run_some_schedules(Kind("paged", "none", sources=True))
+        run_some_schedules(kind)
 
 
 def run_some_schedules(kind: Kind) -> None:

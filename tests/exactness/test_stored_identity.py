@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from speculant import LLM, SamplingParams, plugins
+from speculant import plugins
 from speculant.kernels import usable_sets
-from tests.drafters import FEW_METHODS, model_of, options_of, predicting
+from tests.drafters import FEW_METHODS
+from tests.exactness.identity import Job, Texts, params_of, prompts_of
 from tests.exactness.selection import slow_but
 from tests.gguf_models import convert
 from tests.models import VOCAB_SIZE, Shape, write_checkpoint
@@ -49,11 +50,7 @@ COMPRESSED = compressed(
     {**INT4, "strategy": "group", "group_size": 32, "symmetric": False}, {**FLOAT8, "strategy": "channel"},
     {**INT8, "strategy": "channel"},
 )  # fmt: skip
-PROMPTS = [[70 + place, 71, 72 + place, 80, 71, 72] for place in range(6)]
-PARAMS = {
-    "greedy": [SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)] * len(PROMPTS),
-    "seeded": [SamplingParams(temperature=0.7, seed=place, max_tokens=16, ignore_eos=True) for place in range(6)],
-}
+PROMPTS, PARAMS = prompts_of(6), params_of(6, 16)
 
 
 def plain_checkpoint(root: Path, hidden_size: int, noise: float, **shape: Any) -> Path:
@@ -94,56 +91,27 @@ FORMATS = {
 }
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A target, and a draft that often agrees."""
-
-    format: Format
-    target: str
-    draft: str
-
-    def generate(
-        self, params: list[SamplingParams], runs: int = 1, **arguments: Any
-    ) -> tuple[list[list[int]], int, int]:
-        """Return the texts of the last run, and how many tokens were drafted and accepted."""
-        llm = LLM(self.target, max_model_len=64, **arguments)
-        assert all(words in llm.kernels for words in self.format.types), llm.kernels
-        outputs = [llm.generate(PROMPTS, params) for _ in range(runs)][-1]
-        counted = [out.metrics.speculative_decoding for out in outputs]
-        drafted, accepted = (
-            sum(getattr(each, name) for each in counted) for name in ("num_draft_tokens", "num_accepted_draft_tokens")
-        )
-        return [list(out.outputs[0].token_ids) for out in outputs], drafted, accepted
-
-
 @pytest.fixture(scope="module", params=FORMATS)
-def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stored:
+def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, str]:
+    """Return a target, and a draft that often agrees."""
     form, root = FORMATS[request.param], tmp_path_factory.mktemp("stored")
-    paths = (form.write(root / name, form.hidden_size, noise) for name, noise in (("target", 0.0), ("draft", 0.02)))
-    return Stored(form, *paths)
+    target, draft = (
+        form.write(root / name, form.hidden_size, noise) for name, noise in (("target", 0.0), ("draft", 0.02))
+    )
+    return Job(target, PROMPTS, (form.hidden_size, VOCAB_SIZE), {"max_model_len": 64}, form.types), draft
 
 
 @pytest.fixture(scope="module")
-def plain(stored: Stored) -> dict[str, list[list[int]]]:
+def plain(stored: tuple[Job, str]) -> dict[str, Texts]:
     """Return the texts without speculation, each alone."""
-    off = {"use_speculative_decoding": False, "max_num_seqs": 1}
-    found = {name: stored.generate(params, **off)[0] for name, params in PARAMS.items()}
-    assert all(len({tuple(text) for text in texts}) > 3 for texts in found.values())
-    return found
+    return {name: stored[0].plain(params, least=3) for name, params in PARAMS.items()}
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("distribution", PARAMS)
 @pytest.mark.parametrize("drafter", slow_but(FEW_METHODS, DRAFTERS))
 def test_no_drafter_changes_a_text(
-    drafter: str, distribution: str, stored: Stored, plain: dict[str, list[list[int]]]
+    drafter: str, distribution: str, stored: tuple[Job, str], plain: dict[str, Texts]
 ) -> None:
-    expected = plain[distribution]
-    params = [predicting(drafter, each, text) for each, text in zip(PARAMS[distribution], expected, strict=True)]
-    config = {"method": drafter, "num_speculative_tokens": 3, **options_of(drafter, VOCAB_SIZE, expected)}
-    model = model_of(drafter, stored.draft, stored.format.hidden_size, VOCAB_SIZE)
-    runs = 2 if plugins.load("speculant.drafting", drafter).METHOD.learns else 1
-    texts, drafted, accepted = stored.generate(params, runs, draft_model=model, speculative_config=config)
-    assert texts == expected
-    assert drafted > 0
-    assert accepted > 0 or model != stored.draft, "no draft was accepted: a weak test"
+    job, draft = stored
+    job.check(drafter, draft, PARAMS[distribution], plain[distribution])
