@@ -10,7 +10,7 @@ import pytest
 from tests.architecture.rooms import ROOT, USERS, defined, home, inner_imports, rooms, size
 
 SLACK = 0.05  # of a budget, which follows a room that shrinks
-INNER_IMPORTS = 142  # of names that two files of a room have, of names that are also a file's; may only fall
+INNER_IMPORTS = 138  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1196, 5),
@@ -27,11 +27,11 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lab.theory": (569, 4),
     "lab.training": (3949, 12),
     "lengths": (1937, 8),
-    "models": (13122, 68),
+    "models": (13093, 68),
     "sampling": (419, 3),
     "scale": (1918, 8),
     "scheduling": (1088, 4),
-    "serving": (8147, 29),
+    "serving": (8127, 29),
     "structured": (1759, 9),
     "text": (2572, 11),
     "verification": (610, 10),
