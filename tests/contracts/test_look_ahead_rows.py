@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speculant.cache import KVCache, paged_cache, slotted_cache
 from speculant.config import Limits
-from speculant.drafting import DrafterNeeds, Drafters, StatelessDrafter, TargetNeeds
+from speculant.drafting import DrafterNeeds, Drafters, LookAheadTree, StatelessDrafter, TargetNeeds
 from speculant.engine import Engine, EngineOptions
 from speculant.lengths import Fixed
 from speculant.params import SamplingParams
@@ -27,22 +27,23 @@ LIMITS = Limits(max_model_len=60, max_num_seqs=3, max_num_batched_tokens=40)
 class LookingAhead(StatelessDrafter):
     """Drafts trees of right and wrong tokens with rows of its own, whose states it compares with a fresh pass."""
 
-    needs = DrafterNeeds(target=TargetNeeds(inputs=2), emits_tree=True, max_nodes=4)
-
     def __init__(self, reader: Reader, exact: bool) -> None:
         self._reader, self._exact = reader, exact
         model = reader.model
+        needs = TargetNeeds((model.num_layers + 1,), inputs=2)
+        self.needs = DrafterNeeds(target=needs, emits_tree=True, max_nodes=4)
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(2, model.hidden_size, generator=generator)
         self.inputs: Tensor = noise.to(model.cache_shape.dtype)
         self.num_compared = self.num_kept = 0
 
     def observe(self, request: Request, rows: CommittedRows) -> None:
-        if rows.ahead is None:
+        ahead = rows.hidden[0][len(rows.tokens) :]
+        if not len(ahead):
             return
         end = rows.start + len(rows.tokens)
-        fresh = fresh_ahead(self._reader.model, request.tokens[:end], self.inputs[: len(rows.ahead)])
-        same = torch.equal(rows.ahead, fresh) if self._exact else torch.allclose(rows.ahead, fresh, rtol=0, atol=1e-9)
+        fresh = fresh_ahead(self._reader.model, request.tokens[:end], self.inputs[: len(ahead)])
+        same = torch.equal(ahead, fresh) if self._exact else torch.allclose(ahead, fresh, rtol=0, atol=1e-9)
         assert same, "the states are not those of a fresh pass"
         self.num_compared += 1
         self.num_kept += len(rows.tokens) - 1
@@ -55,11 +56,11 @@ class LookingAhead(StatelessDrafter):
             return DraftTree.empty()
         ahead = self.inputs[: min(limit, 2)]
         if limit < 4 or len(request.tokens) % 5 == 1:
-            return DraftTree.empty().looking_ahead(ahead)
+            return LookAheadTree.around(DraftTree.empty(), ahead)
         first = self._reader.next_token(request.tokens)
         second = self._reader.next_token([*request.tokens, first])
         wrong = (first + 1) % self._reader.model.vocab_size
-        return DraftTree.of([wrong, first, wrong, second], [-1, -1, 0, 1]).looking_ahead(ahead)
+        return LookAheadTree.around(DraftTree.of([wrong, first, wrong, second], [-1, -1, 0, 1]), ahead)
 
 
 def run(
