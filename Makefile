@@ -6,14 +6,8 @@ BIN := $(VENV)/bin
 JOBS ?= auto
 SOAK ?= 20
 SOAK_SECONDS ?= 3600
-NATIVE_TESTS := tests/contracts/test_native_kernels.py tests/contracts/test_native_attention.py \
-	tests/contracts/test_native_bf16.py tests/contracts/test_native_probs.py tests/contracts/test_native_threads.py \
-	tests/contracts/test_native_coding.py tests/contracts/test_native_packing.py \
-	tests/contracts/test_native_blocks.py tests/contracts/test_native_block_packing.py \
-	tests/contracts/test_native_memory.py tests/contracts/test_native_checksum.py tests/contracts/test_hidden_states.py \
-	tests/contracts/test_input_embeddings.py tests/contracts/test_suffix_indexes.py \
-	tests/exactness/test_native_decoder.py tests/exactness/test_native_sources.py tests/exactness/test_native_chains.py \
-	tests/exactness/test_native_trees.py
+NATIVE_TESTS := $(wildcard tests/contracts/test_native_*.py tests/exactness/test_native_*.py) \
+	tests/contracts/test_hidden_states.py tests/contracts/test_input_embeddings.py tests/contracts/test_suffix_indexes.py
 # Python compiles a module when it is first imported. pip would compile 15,000; the tests import a fifth of them.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal

@@ -46,10 +46,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     benches = {WITHOUT: Bench(build_engine(plain)), WITH: Bench(build_engine(drafting))}
     runtime = benches[WITH].runtime
     prompt = code_prompt(runtime.tokenizer, 0, min(PROMPT, runtime.limits.max_model_len - TOKENS))
-    workload, mode = (
-        Workload("code", [prompt], [0.0]),
-        Mode(SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)),
-    )
+    workload, mode = Workload("code", [prompt]), Mode(SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True))
     for bench in benches.values():
         bench.warm_up(workload, mode)
     subjects = {name: partial(bench.run, workload, mode) for name, bench in benches.items()}

@@ -32,7 +32,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,10 +51,12 @@ from speculant.files import cache_folder
 from speculant.lab.bench import (
     COMPLETION,
     WITHOUT_DRAFTS,
+    Bench,
     Benchmark,
     Compared,
+    Mode,
     QualityText,
-    decode,
+    Workload,
     interleave,
     markdown,
     prompts_of,
@@ -70,10 +71,19 @@ from speculant.lab.training import read_corpus, standard_library
 from speculant.models import Checkpoint, load_model, resolve_source
 from speculant.text import Tokenizer, read_prompts
 from tests.gguf_models import convert
-from tests.quantised_folders import Gptq, awq_config, awq_module, edit_config, gptq_module, is_linear, rounded
+from tests.quantised_folders import (
+    HF_FP8,
+    Gptq,
+    awq_config,
+    awq_module,
+    e4m3,
+    edit_config,
+    gptq_module,
+    is_linear,
+    rounded,
+)
 from tests.real.llama_cpp import BaseFile, LlamaCpp
 from tests.real.texts import pages
-from tests.scaled_folders import HF_FP8, e4m3
 
 SMOLLM2 = Path(os.environ.get("SPECULANT_REAL_MODELS") or cache_folder("models")) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPTS = Path(__file__).with_name("real_text.jsonl")
@@ -245,14 +255,16 @@ def speeds(
     loaded: Mapping[str, Checkpoint], folder: Path, prompt: list[int], tokens: int, rounds: int
 ) -> dict[str, dict[str, Any]]:
     """Return the tokens per second of plain decoding of each form, and their ratios to the first one's."""
+    workload = Workload("text", [prompt])
+    mode = Mode(SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
 
     def runner(checkpoint: Checkpoint) -> Callable[[], float]:
         config = EngineConfig.from_arguments(
             model=str(folder), dtype="bfloat16", max_num_seqs=1, max_model_len=1024, **WITHOUT_DRAFTS
         )
-        runtime = build_around(config, checkpoint)
-        decode(runtime, [prompt], 8)
-        return partial(lambda: (tokens - 1) / decode(runtime, [prompt], tokens).decode_s)
+        bench = Bench(build_around(config, checkpoint))
+        bench.warm_up(workload, mode)
+        return lambda: bench.run(workload, mode).figures()["request_tokens_per_s"]
 
     found = interleave({name: runner(each) for name, each in loaded.items()}, rounds)
     first = next(iter(loaded))

@@ -148,7 +148,7 @@ class Group:
 
     def run(self, text: str, prompt: Sequence[int], params: SamplingParams, number: int) -> None:
         """Run all ways on a prompt; every other round runs backwards, and round 0 is forgotten."""
-        workload, kept = Workload(text, [prompt], [0.0]), self.runs.setdefault(text, {})
+        workload, kept = Workload(text, [prompt]), self.runs.setdefault(text, {})
         for label in list(self.benches)[:: -1 if number % 2 else 1]:
             run = self.benches[label].run(workload, Mode(params, sequential=True))
             if number:
@@ -170,9 +170,7 @@ class Group:
 
     def _way(self, label: str, runs: Mapping[str, Sequence[BenchRun]], rates: Sequence[float]) -> dict[str, Any]:
         plain, own = runs[UNDRAFTED], runs[label]
-        pooled = SpeculationMetrics()
-        for run in own:
-            pooled.add(run.speculation)
+        pooled = SpeculationMetrics.total(run.speculation for run in own)
         return {
             "drafts_by": self.benches[label].runtime.speculation,
             "tokens_per_pass": sum(_decoded(run) for run in own) / sum(run.steps - 1 for run in own),

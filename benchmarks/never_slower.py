@@ -13,6 +13,7 @@ text and acceptance stay, costs are those of the shape.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,15 +23,17 @@ from speculant.lab.bench import (  # fmt: skip
     TARGET,
     TEXTS,
     WITHOUT_DRAFTS,
+    Bench,
     Benchmark,
-    Decoded,
     LoadedPair,
-    alpha,
-    by_text_and_method,
-    decode,
+    Mode,
+    Way,
     prompts_of,
     ratio,
+    run_rounds,
 )
+from speculant.metrics import SpeculationMetrics
+from speculant.params import SamplingParams
 
 METHODS: dict[str, dict[str, Any]] = {
     "draft_model": {"model": DRAFT, "method": "draft_model"},
@@ -54,12 +57,10 @@ def compare(arguments: argparse.Namespace, pair: LoadedPair, text: str, method: 
     engines["adaptive"] = pair.engine(batch, base)
     size, warm_up = arguments.prompts or batch, max(1, arguments.rounds // 4)
     every = prompts_of(text, engines["plain"].tokenizer, size * (warm_up + arguments.rounds))
-    runs: dict[str, list[Decoded]] = {label: [] for label in engines}
-    for first in range(0, len(every), size):
-        for label, runtime in engines.items():
-            run = decode(runtime, every[first : first + size], arguments.tokens)
-            if first >= size * warm_up:
-                runs[label].append(run)
+    mode = Mode(SamplingParams(temperature=0, max_tokens=arguments.tokens, ignore_eos=True))
+    ways = {label: Way(Bench(runtime), mode) for label, runtime in engines.items()}
+    runs = run_rounds(ways, every, arguments.rounds, warm_up)
+    drafted = {label: SpeculationMetrics.total(run.speculation for run in own) for label, own in runs.items()}
     times = {label: [run.seconds for run in own] for label, own in runs.items()}
     speeds = {label: ratio(times, "plain", label) for label in engines}
     best = max(["plain", *lengths], key=lambda label: speeds[label]["median"])
@@ -67,8 +68,11 @@ def compare(arguments: argparse.Namespace, pair: LoadedPair, text: str, method: 
     return {
         "drafts_by": engines["adaptive"].speculation,
         "speed": {label: speeds[label] for label in (*lengths, "adaptive")},
-        "tokens_per_pass": {label: tokens / sum(run.passes for run in own) for label, own in runs.items()},
-        "alpha": {label: alpha(runs[label]) for label in (*lengths, "adaptive")},
+        "tokens_per_pass": {label: tokens / sum(run.steps for run in own) for label, own in runs.items()},
+        "alpha": {
+            label: drafted[label].acceptance_rate if drafted[label].num_tested_tokens else None
+            for label in (*lengths, "adaptive")
+        },
         "best_fixed": best,
         "adaptive_over_best": ratio(times, best, "adaptive"),
     }
@@ -78,7 +82,11 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Compare all methods on all texts."""
     shape = "" if arguments.shape == "demo" else f"_{arguments.shape}"
     arguments.name = f"never_slower{shape}_batch_{arguments.batch}"
-    return by_text_and_method(arguments, compare)
+    pair = LoadedPair.load(arguments.shape)
+    seen: dict[str, dict[str, Any]] = {text: {} for text in arguments.texts}
+    for text, method in itertools.product(arguments.texts, arguments.methods):
+        seen[text][method] = compare(arguments, pair, text, method)
+        yield seen
 
 
 BENCHMARK = Benchmark(

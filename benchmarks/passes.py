@@ -9,33 +9,29 @@ of more than 64 rows compute the logits of the last row alone, as a prompt's do.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))  # for the script's neighbours, however it is started
+
+from benchmarks.revisions import HERE, SCRIPT, Worker, seconds, start
+
 from speculant.lab.bench import Benchmark, quartiles
 from speculant.lab.inflation import inflated_pair
 
-HERE = Path(__file__).parents[1]
 THIS, OTHER = "this", "other"
 REPEATS = 3  # of a pass of few rows, in a round; the median counts
 FEW = 64
 
-Worker = subprocess.Popen[str]
-
 
 def timed(worker: Worker, weights: str, before: int, rows: int) -> float:
     """Return the seconds of a pass in a worker."""
-    assert worker.stdin is not None
-    assert worker.stdout is not None
     repeats = REPEATS if rows <= FEW else 1
-    worker.stdin.write(f"pass, {weights}, {before}, {rows}\n" * repeats)
-    worker.stdin.flush()
-    return statistics.median(float(worker.stdout.readline()) for _ in range(repeats))
+    return statistics.median(seconds(worker, f"pass, {weights}, {before}, {rows}") for _ in range(repeats))
 
 
 def compare(
@@ -64,17 +60,11 @@ def _figures(own: Mapping[int, Sequence[float]], count: int) -> dict[str, Any]:
 
 def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Compare the types of weights one after the other."""
-    folders = json.dumps([str(folder) for folder in inflated_pair("1b")])
-    seen: dict[str, Any] = {}
+    pair, checkouts, seen = inflated_pair("1b"), {THIS: HERE, OTHER: arguments.other.resolve()}, dict[str, Any]()
     for weights in arguments.weights:
-        with ExitStack() as stack:
-            workers: dict[str, Worker] = {}
-            for name, checkout in ((THIS, HERE), (OTHER, arguments.other.resolve())):
-                command = [str(checkout / ".venv" / "bin" / "python"), str(HERE / "benchmarks" / "revision_worker.py")]
-                workers[name] = subprocess.Popen(
-                    [*command, folders], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-                )
-                stack.callback(workers[name].kill)
+        with ExitStack() as until:
+            script = HERE / "benchmarks" / SCRIPT  # this one for both: the other checkout's may know no passes
+            workers = {name: start(checkout, pair, script, until) for name, checkout in checkouts.items()}
             for before in arguments.before:
                 key = f"{Path(weights).name}, after {before} tokens"
                 seen[key] = compare(workers, weights, before, arguments.rows, arguments.rounds)

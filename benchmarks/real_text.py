@@ -47,6 +47,7 @@ from speculant.lab.bench import (
     Mode,
     Text,
     TextReader,
+    Way,
     Workload,
     estimate,
     markdown,
@@ -56,6 +57,8 @@ from speculant.lab.bench import (
     prompts_of,
     quartiles,
     ratio,
+    run_rounds,
+    tokens_per_pass,
 )
 from speculant.lab.inflation import Shape, decoded_model, head_kind, inflate_head, inflated_model, kept_model
 from speculant.metrics import SpeculationMetrics
@@ -151,23 +154,16 @@ def engines(pair: LoadedPair, batch: int) -> dict[str, Runtime]:
 
 
 def run_all(
-    runtimes: Mapping[str, Runtime], rounds: Sequence[Sequence[list[int]]], params: SamplingParams
+    runtimes: Mapping[str, Runtime], prompts: Sequence[list[int]], params: SamplingParams, rounds: int
 ) -> dict[str, list[BenchRun]]:
     """Run each way once a round, on the round's prompts, after a short warm-up."""
-    ways = {name: (Bench(runtimes[name]), Mode(params)) for name in ("plain", DEFAULT, LOOKUPS)}
+    ways = {name: Way(Bench(runtimes[name]), Mode(params)) for name in ("plain", DEFAULT, LOOKUPS)}
     fixed = Bench(runtimes["fixed"])
     for length in FIXED:
-        ways[length] = fixed, Mode(replace(params, speculation={"num_speculative_tokens": int(length)}))
-    runs: dict[str, list[BenchRun]] = {name: [] for name in ways}
-    for number, prompts in enumerate(rounds):
-        workload = Workload("real text", prompts, [0.0] * len(prompts))
-        for name in list(ways) if number % 2 == 0 else list(ways)[::-1]:
-            bench, mode = ways[name]
-            tell(f"round {number + 1}, {name}")
-            if number == 0:
-                bench.warm_up(workload, mode)
-            runs[name].append(bench.run(workload, mode))
-    return runs
+        ways[length] = Way(fixed, Mode(replace(params, speculation={"num_speculative_tokens": int(length)})))
+    for way in ways.values():
+        way.bench.warm_up(Workload("real text", prompts), way.mode)
+    return run_rounds(ways, prompts, rounds, notify=tell)
 
 
 def measure_costs(runtime: Runtime, prompt: list[int], params: SamplingParams, batch: int) -> LengthCosts:
@@ -207,14 +203,13 @@ def compare(cell: Cell, pair: LoadedPair, arguments: argparse.Namespace) -> dict
     params = SamplingParams(temperature=cell.temperature, max_tokens=arguments.tokens, min_tokens=FEWEST_TOKENS)
     size = max(arguments.prompts, cell.batch)
     every = itertools.cycle(all_prompts(cell.draft, runtimes["plain"].tokenizer, arguments.file))
-    chosen_prompts = [list(itertools.islice(every, size)) for _ in range(arguments.rounds)]
-    rounds = [[prompt for _, prompt in own] for own in chosen_prompts]
-    load_before, runs = os.getloadavg()[0], run_all(runtimes, rounds, params)
+    kinds, prompts = zip(*itertools.islice(every, size * arguments.rounds), strict=True)
+    load_before, runs = os.getloadavg()[0], run_all(runtimes, prompts, params, arguments.rounds)
     times = {name: [run.figures()["itl_mean_s"] for run in own] for name, own in runs.items()}
     over = {name: ratio(times, "plain", name) for name in times}
     best = max(("plain", *FIXED), key=lambda name: over[name]["median"])
     outputs = itertools.chain(*(run.outputs for run in runs["plain"]))
-    texts = [Text(prompt, own) for prompt, own in zip(itertools.chain(*rounds), outputs, strict=True)]
+    texts = [Text(prompt, own) for prompt, own in zip(prompts, outputs, strict=True)]
     bound = None if cell.draft == HEAD else oracle(runtimes, pair, texts[:MOST_TEXTS], params, cell.batch)
     gain = bound["speed"] - 1 if bound else 0.0
     return {
@@ -224,8 +219,8 @@ def compare(cell: Cell, pair: LoadedPair, arguments: argparse.Namespace) -> dict
         "over_plain": {name: each for name, each in over.items() if name != "plain"},
         "best_fixed": best,
         "default_over_best": ratio(times, best, DEFAULT),
-        "by_category": by_category([kind for own in chosen_prompts for kind, _ in own], runs["plain"], runs[DEFAULT]),
-        "tokens_per_pass": {name: _tokens_per_pass(own) for name, own in runs.items()},
+        "by_category": by_category(kinds, runs["plain"], runs[DEFAULT]),
+        "tokens_per_pass": {name: tokens_per_pass(own) for name, own in runs.items()},
         "acceptance_by_position": {
             name: SpeculationMetrics.total(run.speculation for run in runs[name]).acceptance_by_position
             for name in (*FIXED, DEFAULT)
@@ -236,11 +231,6 @@ def compare(cell: Cell, pair: LoadedPair, arguments: argparse.Namespace) -> dict
         "load": load_before,
         "seconds": time.perf_counter() - started,
     }
-
-
-def _tokens_per_pass(runs: Sequence[BenchRun]) -> float:
-    timings = [timing for run in runs for timing in run.timings]
-    return sum(each.num_tokens for each in timings) / sum(each.sampled_passes for each in timings)
 
 
 def by_category(kinds: Sequence[str], plain: Sequence[BenchRun], runs: Sequence[BenchRun]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # for `tests`, however the scri
 
 from speculant import plugins
 from speculant.lab.bench import Benchmark, markdown
-from speculant.lengths import adaptive, costs, plan
+from speculant.lengths import adaptive, costs
 from tests.unit.lengths.groups import PolicyScore, by_group, judge, make_machines
 from tests.unit.lengths.machines import Machine
 
@@ -50,12 +50,12 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 CONSTANTS = {
-    adaptive: ("PROBE", "PLAIN_STEPS", "HOLDS", "RESTS", "LOOKUP_MEMORY", "BUDGET"),
-    costs: ("DRIFT", "OUTLIER", "LEARNT", "COMPARED", "NEAR", "ROW_SHARE", "LEAST_BACKLOG"),
-    plan: (
+    adaptive: (
+        *("PROBE", "PLAIN_STEPS", "HOLDS", "RESTS", "LOOKUP_MEMORY", "BUDGET"),
         *("PRIOR", "PRIOR_TESTS", "DEPTH_PRIOR_TESTS", "METHOD_MEMORY", "SEQUENCE_MEMORY", "SEQUENCE_PRIOR_TESTS"),
         *("SCORE_PRIOR_TESTS", "BUCKETS"),
     ),
+    costs: ("DRIFT", "OUTLIER", "LEARNT", "COMPARED", "NEAR", "ROW_SHARE", "LEAST_BACKLOG"),
 }
 DISTANCES = ("METHOD_MEMORY", "SEQUENCE_MEMORY")  # constants that are a little below 1
 

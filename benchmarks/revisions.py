@@ -32,6 +32,7 @@ SMALL = [
 LARGE = [f"large, {drafting}, {batch}, greedy" for batch in (1, 8) for drafting in ("plain", "speculative")]
 LARGE += ["large, plain, 1, prompt"]
 AGREEMENT = 0.85
+SCRIPT = "revision_worker.py"
 
 Worker = subprocess.Popen[str]
 
@@ -60,16 +61,19 @@ def compare(this: Worker, other: Worker, workloads: Sequence[str], rounds: int) 
     return {workload: statistics.median(values) for workload, values in ratios.items()}
 
 
+def start(checkout: Path, pair: Sequence[Path], script: Path, until: ExitStack) -> Worker:
+    """Start a worker by a checkout's Python; it ends with the block."""
+    command = [str(checkout / ".venv" / "bin" / "python"), str(script), json.dumps(list(map(str, pair)))]
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    until.callback(worker.kill)
+    return worker
+
+
 def start_and_compare(other: Path, pair: Sequence[Path], workloads: Sequence[str], rounds: int) -> dict[str, float]:
     """Compare two new processes."""
-    with ExitStack() as stack:
-        workers = []
-        for checkout in (HERE, other):
-            python, script = checkout / ".venv" / "bin" / "python", checkout / "benchmarks" / "revision_worker.py"
-            command = [str(python), str(script), json.dumps([str(folder) for folder in pair])]
-            workers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-            stack.callback(workers[-1].kill)
-        return compare(*workers, workloads, rounds)
+    with ExitStack() as until:
+        this, there = (start(each, pair, each / "benchmarks" / SCRIPT, until) for each in (HERE, other))
+        return compare(this, there, workloads, rounds)
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:

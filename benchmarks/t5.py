@@ -113,7 +113,7 @@ class Subject:
 def run(subject: Subject, sources: Sequence[Sequence[int]], params: SamplingParams, rounds: int) -> dict[str, Any]:
     """Measure a draft at one temperature; return its row."""
     runtime = subject.runtime()
-    workload = Workload(subject.task, sources, [0.0] * len(sources), sources=True)
+    workload = Workload(subject.task, sources, sources=True)
     texts = write_texts(runtime, workload, params)
     sampler, size = subject.target.backend.sampler, subject.target.model.vocab_size
     reader = TextReader(subject.target.model, sampler, size)

@@ -40,6 +40,7 @@ from speculant.lab.bench import (
 from speculant.lab.theory import (
     FLAT,
     VerificationCurve,
+    acceptance,
     best_length,
     correlated_tokens,
     divergence,
@@ -52,7 +53,6 @@ from speculant.lab.theory import (
     step_costs,
     survival,
 )
-from speculant.lab.theory.acceptance import acceptance
 from speculant.lab.training import count_bigrams
 from speculant.models import CausalLM, Checkpoint
 from speculant.params import SamplingParams

@@ -29,10 +29,12 @@ from speculant.lab.bench import (
     BenchRun,
     LoadedPair,
     Mode,
-    Workload,
+    Way,
     markdown,
     prompts_of,
     ratio,
+    run_rounds,
+    tokens_per_pass,
 )
 from speculant.lab.inflation import inflated_head
 from speculant.metrics import SpeculationMetrics
@@ -44,7 +46,7 @@ UNDRAFTED, FIRST = "plain", "chain of 8"
 NODES, CONTEXT = (2, 5, 8, 16, 32), 128
 
 
-class Way(NamedTuple):
+class Shape(NamedTuple):
     """A shape, as the option `tree`, None = a chain; and the nodes of a draft."""
 
     tree: Any
@@ -52,16 +54,16 @@ class Way(NamedTuple):
 
 
 WAYS = {
-    FIRST: Way(None, 8),
-    "chain of 4": Way(None, 4),
-    "static, 8": Way([2, 1, 1, 1], 8),
-    "dynamic, 8": Way("dynamic", 8),
-    "static, 21": Way([3, 2, 1, 1], 21),
-    "dynamic, 21": Way("dynamic", 21),
+    FIRST: Shape(None, 8),
+    "chain of 4": Shape(None, 4),
+    "static, 8": Shape([2, 1, 1, 1], 8),
+    "dynamic, 8": Shape("dynamic", 8),
+    "static, 21": Shape([3, 2, 1, 1], 21),
+    "dynamic, 21": Shape("dynamic", 21),
 }
 
 
-def bench_of(arguments: argparse.Namespace, pair: LoadedPair, method: str, way: Way) -> Bench:
+def bench_of(arguments: argparse.Namespace, pair: LoadedPair, method: str, way: Shape) -> Bench:
     """Return the engine of a way to draft."""
     config = {"method": method, "model": DRAFT, "num_speculative_tokens": way.nodes, "draft_length": "fixed"}
     if method in embedded_heads():
@@ -77,21 +79,15 @@ def compare(arguments: argparse.Namespace, pair: LoadedPair, method: str) -> dic
     params = SamplingParams(temperature=0, max_tokens=arguments.tokens, ignore_eos=True)
     size = arguments.prompts
     prompts = prompts_of(HELD_OUT, benches[UNDRAFTED].runtime.tokenizer, size * (1 + arguments.rounds))
-    runs: dict[str, list[BenchRun]] = {name: [] for name in benches}
-    for number in range(1 + arguments.rounds):
-        own = prompts[number * size : (number + 1) * size]
-        workload = Workload(HELD_OUT, own, [0.0] * len(own))
-        for name in list(benches)[:: -1 if number % 2 else 1]:
-            run = benches[name].run(workload, Mode(params, sequential=True))
-            if number:
-                runs[name].append(run)
+    mode = Mode(params, sequential=True)
+    runs = run_rounds({name: Way(bench, mode) for name, bench in benches.items()}, prompts, arguments.rounds, 1)
     times = {name: [run.figures()["itl_mean_s"] for run in own] for name, own in runs.items()}
     drafted = {name: _draft_seconds(runs[name]) for name in WAYS}
     return {
         name: {
             "draft_s": drafted[name],
             "per_node": drafted[name] / way.nodes / (drafted[FIRST] / WAYS[FIRST].nodes),
-            "tokens_per_pass": _tokens_per_pass(runs[name]),
+            "tokens_per_pass": tokens_per_pass(runs[name]),
             "speed": ratio(times, UNDRAFTED, name),
         }
         for name, way in WAYS.items()
@@ -101,11 +97,6 @@ def compare(arguments: argparse.Namespace, pair: LoadedPair, method: str) -> dic
 def _draft_seconds(runs: Sequence[BenchRun]) -> float:
     drafts = SpeculationMetrics.total(run.speculation for run in runs).num_spec_steps
     return sum(run.draft_s for run in runs) / max(1, drafts)
-
-
-def _tokens_per_pass(runs: Sequence[BenchRun]) -> float:
-    timings = [timing for run in runs for timing in run.timings]
-    return sum(each.num_tokens for each in timings) / sum(each.sampled_passes for each in timings)
 
 
 @torch.inference_mode()

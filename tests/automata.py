@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from speculant.constraints import Constraint
+from speculant.constraints import Constraint, unpacked
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Automaton:
 class ForcingAutomaton(Automaton):
     """One whose constraints know where there is no choice."""
 
+    @override
     def constrain(self) -> AutomatonConstraint:
-        """See the base."""
         return ForcingConstraint(self)
 
 
@@ -50,42 +51,48 @@ class AutomatonConstraint(Constraint):
         self.taken: list[int] = []
         self._states = [0]
 
+    @override
     def mask(self, tokens: Sequence[int]) -> Tensor | None:
-        """See `Constraint.mask`."""
         state = self.automaton.state_after(tokens, self._states[-1])
         return bitset(() if state is None else self.automaton.edges[state])
 
+    @override
     def advance(self, tokens: Sequence[int]) -> None:
-        """See `Constraint.advance`."""
         for token in tokens:
             state = self.automaton.state_after([token], self._states[-1])
             assert state is not None, f"{token} was committed behind {self.taken} and is forbidden"
             self._states.append(state)
             self.taken.append(token)
 
+    @override
     def rollback(self, n: int) -> None:
-        """See `Constraint.rollback`."""
         assert 0 <= n <= len(self.taken), "more is rolled back than was taken"
         del self._states[len(self._states) - n :]
         del self.taken[len(self.taken) - n :]
 
     @property
+    @override
     def is_done(self) -> bool:
-        """See `Constraint.is_done`."""
         return not self.automaton.edges[self._states[-1]]
 
 
 class ForcingConstraint(AutomatonConstraint):
     """A constraint that reports forced tokens."""
 
+    @override
     def forced(self) -> list[int]:
-        """See `Constraint.forced`: the tokens up to the next choice or a state once passed."""
+        """The tokens up to the next choice or a state once passed."""
         state, passed, tokens = self._states[-1], set[int](), list[int]()
         while len(self.automaton.edges[state]) == 1 and state not in passed:
             passed.add(state)
             ((token, state),) = self.automaton.edges[state].items()
             tokens.append(token)
         return tokens
+
+
+def allowed(mask: Tensor | None, size: int) -> list[int]:
+    """Return the tokens of a vocabulary that a mask allows, ascending; None = all."""
+    return list(range(size)) if mask is None else unpacked(mask, size).nonzero().flatten().tolist()
 
 
 def bitset(tokens: Iterable[int]) -> Tensor:

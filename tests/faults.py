@@ -8,8 +8,7 @@ import pytest
 from torch import Tensor
 
 from speculant.drafting import ModelDrafter
-from speculant.models import Chain
-from speculant.types import DraftTree
+from speculant.types import DraftTree, Request
 from speculant.verification import rejection
 
 
@@ -25,13 +24,15 @@ def accept_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def report_flatter_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a draft model report flatter distributions for chains than the ones that it drew from."""
-    draw = ModelDrafter._grow
+    propose = ModelDrafter.propose
 
-    def flatter(drafter: ModelDrafter, chains: Sequence[Chain]) -> None:
-        draw(drafter, chains)
-        for chain in chains:
-            if chain.probs is not None:
-                weights = chain.probs**0.3
-                chain.probs = weights / weights.sum(-1, keepdim=True)
+    def flatter(drafter: ModelDrafter, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
+        return [flat(draft) for draft in propose(drafter, requests, limits)]
 
-    monkeypatch.setattr(ModelDrafter, "_grow", flatter)
+    def flat(draft: DraftTree) -> DraftTree:
+        if draft.probs is None or not draft.is_chain:
+            return draft
+        weights = draft.probs**0.3
+        return DraftTree.chain(draft.token_list, weights / weights.sum(-1, keepdim=True))
+
+    monkeypatch.setattr(ModelDrafter, "propose", flatter)

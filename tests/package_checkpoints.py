@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.scaled_folders import LINEAR, Format, Made, compressed
+from tests.quantised_folders import LINEAR, Format, Made, compressed
 from tests.speculators_heads import FOLDER
 
 COMPRESSED_TENSORS, BITSANDBYTES = ("compressed_tensors", "loguru", "psutil"), ("bitsandbytes",)

@@ -67,6 +67,12 @@ def decoded(raw: bytes, seconds: float = 0.0) -> Reply:
     return Reply(status, head, body, seconds)
 
 
+def opened(url: str, source: str = "127.0.0.1") -> socket.socket:
+    """Return a connection to a server from an address of this machine."""
+    where = urlsplit(url)
+    return socket.create_connection((where.hostname, where.port), timeout=30, source_address=(source, 0))
+
+
 class Connection:
     """A connection on which one request is sent. Use it under `async with`."""
 

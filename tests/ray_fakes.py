@@ -58,7 +58,6 @@ class FakeTold:
     value: Any
 
     async def get_async(self) -> Any:
-        """See `ReplicaResult`."""
         if self.value is SILENT:
             await asyncio.Event().wait()
         if isinstance(self.value, Exception):
@@ -80,24 +79,20 @@ class FakeHandle:
         self.answer, self._method = self, ""
 
     def options(self, *, stream: bool) -> FakeHandle:
-        """See `DeploymentHandle`."""
         assert stream
         return self
 
     def remote(self, routed: RoutedRequest) -> FakeCall:
-        """See `DeploymentHandle`."""
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         self.asked.append(routed)
         self.calls.append(FakeCall(answer(routed)))
         return self.calls[-1]
 
     def broadcast(self, method_name: str) -> FakeHandle:
-        """See `DeploymentHandle`."""
         self._method = method_name
         return self
 
     async def _fetch_replica_results_async(self) -> Sequence[FakeTold]:
-        """See `DeploymentBroadcastResponse`."""
         self.broadcasts += 1
         found = self.told[self._method]
         if isinstance(found, Exception):
@@ -113,17 +108,14 @@ class FakeReplicas:
         self.connected, self.stopped = False, False
 
     def connect(self) -> None:
-        """See `front.Replicas`."""
         self.connected = True
 
     def start(self) -> FakeHandle:
-        """See `front.Replicas`."""
         if self._error is not None:
             raise self._error
         return self._handle
 
     def stop(self) -> None:
-        """See `front.Replicas`."""
         self.stopped = True
 
 

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import pytest
 from fastapi import FastAPI
 
 from speculant import AsyncEngine
+from speculant.errors import ModelError
 from speculant.serving import Server, ServerOptions, ServerState, make_app
 
 _PATIENCE = 30.0
@@ -99,6 +101,32 @@ class LiveServer:
 
     def _run(self) -> None:
         asyncio.run(self.server.serve())
+
+
+@pytest.fixture
+def never_loads() -> Iterator[Callable[[], AsyncEngine]]:
+    """Return a model that is not loaded: routes that need none are served."""
+    over = threading.Event()
+
+    def load() -> AsyncEngine:
+        over.wait()
+        raise ModelError("there is none", "name another.")
+
+    yield load
+    over.set()
+
+
+@contextmanager
+def in_background(calls: Iterable[Callable[[], object]]) -> Iterator[None]:
+    """Run calls in threads until the block ends and they do."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        for thread in threads:
+            thread.join()
 
 
 @pytest.fixture

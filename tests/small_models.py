@@ -7,9 +7,10 @@ import functools
 import pytest
 import torch
 
-from speculant.kernels import open_kernels, usable_sets
+from speculant.kernels import usable_sets
 from speculant.models import CODED, ROUNDINGS, CausalLM
 from tests.exactness.test_native_decoder import make_decoder, packed
+from tests.native import on
 
 NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -26,6 +27,4 @@ def make_model(name: str, threads: int = 1) -> CausalLM:
     decoder = make_decoder(DTYPES.get(kind, torch.bfloat16), qkv_bias=True, output_bias=True, mlp_bias=True)
     if backend == "reference":
         return decoder
-    kernels = open_kernels(backend, threads)
-    assert kernels is not None
-    return packed(decoder, kernels, ROUNDINGS.get(kind), coded=kind == CODED)
+    return packed(decoder, on(backend, threads), ROUNDINGS.get(kind), coded=kind == CODED)

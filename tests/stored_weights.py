@@ -34,7 +34,7 @@ class ModuleWeights(WeightSource):
 
 
 @dataclass(frozen=True)
-class StoredAs:
+class StoredAs(WeightSource):
     """A source in which matrices are stored in other kinds. kinds: by the end of a name; the first match counts."""
 
     source: WeightSource

@@ -1,16 +1,17 @@
-"""A tokenizer whose tags are added tokens, and random texts of a form in its tokens."""
+"""Tokenizers and checkpoints whose tags are added tokens, and random texts of a form in their tokens."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer as Backend, decoders, models, pre_tokenizers
 
-from speculant.constraints import unpacked
 from speculant.text import Tokenizer
-from tests.models import ALPHABET
+from tests.automata import allowed
+from tests.models import ALPHABET, Shape, write_checkpoint
 
 HARMONY = ("<|channel|>", "<|constrain|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
 HARMONY_TEMPLATE = """
@@ -32,6 +33,7 @@ TAGS = (
     "<|python_tag|>",
     "two words",
 )
+_LONG = Shape(max_positions=1024)
 MERGES = [("<", "t"), ("o", "o"), ("oo", "l"), ("<t", "ool"), ("p", "l"), ("{", '"'), ('"', "}"), ("}", "}")]
 
 
@@ -46,6 +48,18 @@ def tokenizer_with_tags(special: bool, template: str | None = None) -> Tokenizer
     return Tokenizer(backend, {"eos_token": "<end>"}, template)
 
 
+def write_tagged(
+    folder: Path, template: str, tags: Sequence[str] = (), shape: Shape = _LONG, special: bool = False
+) -> str:
+    """Write a checkpoint with a chat template, whose tokenizer has tags as tokens; return its folder as text."""
+    path, file = write_checkpoint(folder, shape), str(folder / "tokenizer.json")
+    backend = Backend.from_file(file)
+    backend.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in tags])
+    backend.save(file)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return path
+
+
 def write(
     constraint: Any, tokenizer: Tokenizer, rng: random.Random, choose: Callable[[list[int]], int] | None = None
 ) -> list[int]:
@@ -58,9 +72,8 @@ def write(
     while not constraint.is_done and len(written) < 400:
         forced = constraint.forced()
         for place, token in enumerate(forced):
-            assert unpacked(constraint.mask(forced[:place]), size).nonzero().flatten().tolist() == [token]
-        allowed = unpacked(constraint.mask(()), size).nonzero().flatten().tolist()
-        token = forced[0] if forced else (choose or rng.choice)(allowed)
+            assert allowed(constraint.mask(forced[:place]), size) == [token]
+        token = forced[0] if forced else (choose or rng.choice)(allowed(constraint.mask(()), size))
         constraint.advance([token])
         if token == end:
             break

@@ -10,24 +10,7 @@ from functools import cache
 
 SPACES = [" ", "  ", "   ", "\t", "\n", "\n\n", "\r\n", "\r", " \n", "\n ", "\v", "\f", "\x85", "\xa0", "\u1680"]
 SPACES += ["\u2003", "\u2028", "\u2029", "\u202f", "\u205f", "\u3000", "\u200b", "\ufeff", " " * 17, "\t\t\n \t"]
-CONTRACTIONS = [
-    "'s",
-    "'S",
-    "'t",
-    "'T",
-    "'re",
-    "'RE",
-    "'Ve",
-    "'ve",
-    "'m",
-    "'LL",
-    "'ll",
-    "'lL",
-    "'d",
-    "'D",
-    "\u2019s",
-    "'",
-]
+CONTRACTIONS = "'s 'S 't 'T 're 'RE 'Ve 've 'm 'LL 'll 'lL 'd 'D \u2019s '".split()
 EMOJI = ["👍", "👍🏽", "👨\u200d👩\u200d👧", "🏳\ufe0f\u200d🌈", "🇩🇪", "1\ufe0f\u20e3", "❤\ufe0f", "☺", "🫠", "\ufe0f"]
 CODE = ["def f(x):\n    return x**2 # ok\n", "for (int i = 0; i < 10; i++) {\n\t\t}\n", "a[0]->b::c != d && !e", "</s>"]
 CODE += [
@@ -46,21 +29,7 @@ CODE += [
     "/* ... */ // ---",
 ]
 CODE += ["====----____", "....", "!!!???", "((()))", "aaaaaaaaaaaaaaaa", "00000000000", "▁▁ ▁", "ĠĊ"]
-LATIN = [
-    "the",
-    "Hello",
-    "WORLD",
-    "naïve",
-    "größer",
-    "Straße",
-    "ÉCOLE",
-    "ПриветМир",
-    "ΑΒΓαβγ",
-    "ǅungla",
-    "ﬁne",
-    "ªº",
-    "x²",
-]
+LATIN = "the Hello WORLD naïve größer Straße ÉCOLE ПриветМир ΑΒΓαβγ ǅungla ﬁne ªº x²".split()
 
 
 def texts(count: int, added: Sequence[str] = (), seed: int = 0) -> Iterator[str]:

@@ -27,15 +27,15 @@ class Rule(NamedTuple):
             raise ConfigError(f"{name}={value!r} is not supported: {self.why}", self.fix)
 
 
+def is_whole(given: object) -> TypeGuard[int]:
+    """Whether a value is a whole number: neither a truth value nor a number with a fraction, even of zero."""
+    return isinstance(given, int) and not isinstance(given, bool)
+
+
 def check_fields(values: object, checks: Mapping[str, Check]) -> None:
     """Check the attributes of an object, by their names."""
     for name, check in checks.items():
         check(name, getattr(values, name))
-
-
-def is_whole(given: object) -> TypeGuard[int]:
-    """Whether a value is a whole number: neither a truth value nor a number with a fraction, even of zero."""
-    return isinstance(given, int) and not isinstance(given, bool)
 
 
 def kind(holds: Callable[[Any], bool], problem: str, fix: str) -> Check:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import isfinite
 from pathlib import Path
@@ -45,6 +46,28 @@ class Stamp(NamedTuple):
     def is_before(self, moment: float) -> bool:
         """Whether a change after this moment, in seconds, would have another time."""
         return max(self.modified, self.changed) / 1e9 < moment - TICK
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor is stored: `size` bytes at `offset` of `file`.
+
+    shape: the last dimension is contiguous, as in torch. kind: the name of its type in safetensors or GGUF, such as
+    BF16 or Q4_K.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    kind: str
+    offset: int
+    size: int
+
+    def part(self, index: int) -> TensorPlace:
+        """Return the place of one of stacked tensors. Raises ModelError if there is no such one."""
+        if not self.shape or not 0 <= index < self.shape[0]:
+            raise ModelError(f"{self.file} has no part {index} of a tensor {list(self.shape)}", "download it again.")
+        size = self.size // self.shape[0]
+        return replace(self, shape=self.shape[1:], offset=self.offset + index * size, size=size)
 
 
 def cache_folder(name: str) -> Path:

@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from speculant.errors import ModelError
-from speculant.files import Stamp
+from speculant.files import Stamp, TensorPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,26 +69,12 @@ class _BrokenError(Exception):
 
 
 @dataclass(frozen=True)
-class GgufTensor:
-    """Where a tensor is stored: `size` bytes at `offset` of `file`.
-
-    shape: the last dimension is contiguous, as in torch. kind: a name of gguf.GGMLQuantizationType, such as Q4_K.
-    """
-
-    file: Path
-    shape: tuple[int, ...]
-    kind: str
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True)
 class GgufFile:
     """The header of a GGUF file, or of all parts of a split one. path: the file, or the first part."""
 
     path: Path
     metadata: Mapping[str, Any]  # str, int, float, bool, and lists of them
-    tensors: Mapping[str, GgufTensor]
+    tensors: Mapping[str, TensorPlace]
     parts: tuple[Path, ...]
 
     @classmethod
@@ -198,7 +184,7 @@ def _check_part(part: Path, metadata: Mapping[str, Any], number: int, count: int
     )
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, TensorPlace]]:
     """Return the metadata and the tensors of one file."""
     try:
         with _mapped(path) as data:
@@ -223,7 +209,7 @@ class _Header:
         self._path, self._data, self._size = path, data, len(data)
         self._at, self._elements = 0, 0
 
-    def read(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    def read(self) -> tuple[dict[str, Any], dict[str, TensorPlace]]:
         """Return metadata and tensors."""
         if self._data[: len(MAGIC)] != MAGIC:
             raise _BrokenError(f"it begins with {bytes(self._data[:4])!r}, not {MAGIC!r}")
@@ -245,10 +231,10 @@ class _Header:
         if version not in VERSIONS:
             raise _BrokenError(f"its version is {version}, and {' and '.join(map(str, VERSIONS))} can be read")
 
-    def _tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
+    def _tensors(self, count: int, alignment: int) -> dict[str, TensorPlace]:
         listed = [self._tensor() for _ in range(count)]
         start = self._at + -self._at % alignment
-        found: dict[str, GgufTensor] = {}
+        found: dict[str, TensorPlace] = {}
         for name, shape, type_, offset in listed:
             if name in found:
                 raise _BrokenError(f"it has the tensor {_shown(name)} twice")
@@ -257,7 +243,7 @@ class _Header:
             kind, size = _size(name, shape, type_)
             if start + offset + size > self._size:
                 raise _BrokenError(f"{_shown(name)} ends at byte {start + offset + size} and the file has {self._size}")
-            found[name] = GgufTensor(self._path, shape, kind, start + offset, size)
+            found[name] = TensorPlace(self._path, shape, kind, start + offset, size)
         _check_overlaps(found)
         return found
 
@@ -367,7 +353,7 @@ def _size(name: str, shape: tuple[int, ...], type_: int) -> tuple[str, int]:
     return kind.name, weights // of_block * size
 
 
-def _check_overlaps(tensors: Mapping[str, GgufTensor]) -> None:
+def _check_overlaps(tensors: Mapping[str, TensorPlace]) -> None:
     placed = sorted((tensor.offset, tensor.size, name) for name, tensor in tensors.items())
     for (first, size, name), (second, _, other) in pairwise(placed):
         if first + size > second:

@@ -13,7 +13,7 @@ from numbers import Integral
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from speculant.checks import Check, Rule, check_fields, check_flag, is_whole, number_from, optional, whole_from
+from speculant.checks import Check, Rule, check_fields, check_flag, is_whole, kind, number_from, optional, whole_from
 from speculant.errors import ConfigError, suggest
 from speculant.structured import StructuredOutputs, read_structured
 
@@ -31,6 +31,8 @@ MAX_COUNT = 2**31 - 1  # of tokens; far below the 64 bits of the kernels' counte
 MAX_BIAS = 1e6  # far beyond any logit, and finite in every dtype
 MIN_PENALTY = 1e-6  # below it products overflow
 MIN_TEMPERATURE = 1e-10  # below it quotients overflow; 0 is greedy
+MAX_SPECULATIVE_TOKENS = 512  # nodes of a draft
+MAX_PREDICTION = 131_072  # characters of its text, and tokens
 _T = TypeVar("_T")
 
 _NO_EFFECT: tuple[Any, ...] = (None, False)
@@ -65,6 +67,43 @@ FOREIGN: Mapping[str, Rule] = MappingProxyType(
 )
 
 
+def _read_speculation(given: Any) -> bool | Mapping[str, Any] | None:
+    """Check the `speculation` of `SamplingParams`, as far as possible without an engine."""
+    if given is None or isinstance(given, bool):
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"speculation={given!r} is neither a truth value nor a mapping", "use False to turn it off.")
+    for key in given:
+        if key not in _SPECULATION_CHECKS:
+            raise ConfigError(f"speculation can't set {key!r} per request", suggest(str(key), _SPECULATION_CHECKS))
+    for name, check in _SPECULATION_CHECKS.items():
+        if name in given:
+            check(name, given[name])
+    return dict(given)
+
+
+def _check_prediction(name: str, given: object) -> None:
+    if not isinstance(given, str | list | tuple):
+        raise ConfigError(f"the prediction is a {type(given).__name__}", "give text or a list of token ids.")
+    if len(given) > MAX_PREDICTION:
+        unit = "characters" if isinstance(given, str) else "tokens"
+        raise ConfigError(f"the prediction has {len(given)} {unit}, more than {MAX_PREDICTION}", "shorten it.")
+
+
+_SPECULATION_CHECKS: Mapping[str, Check] = dict(
+    num_speculative_tokens=kind(
+        lambda count: is_whole(count) and 0 <= count <= MAX_SPECULATIVE_TOKENS,
+        f"is not a whole number from 0 to {MAX_SPECULATIVE_TOKENS}",
+        "use for example 4.",
+    ),
+    method=kind(
+        lambda name: isinstance(name, str), "is not the name of a drafter", "leave it out for the engine's own."
+    ),
+    verification=kind(lambda name: isinstance(name, str), "is not the name of a verifier", 'use for example "auto".'),
+    prediction=optional(_check_prediction),
+)
+
+
 def _reads_foreign(cls: type[_T]) -> type[_T]:
     """Make a class accept vLLM's other parameters if they change nothing, and raise ConfigError for unknown ones."""
     made: Callable[..., None] = cls.__init__
@@ -86,56 +125,6 @@ def _without_foreign(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-@dataclass(frozen=True)
-class Speculation:
-    """The settings of speculation that a request may override; None = the engine's own.
-
-    prediction: the caller's guess of the output, as text or token ids, for methods that draft from it.
-    """
-
-    method: str | None = None
-    num_speculative_tokens: int | None = None
-    verification: str | None = None
-    prediction: str | Sequence[int] | None = None
-
-
-SPECULATION_KEYS = tuple(each.name for each in dataclasses.fields(Speculation))
-
-
-def read_speculation(given: Any) -> bool | Mapping[str, Any] | None:
-    """Check the `speculation` of a request's `SamplingParams`, as far as possible without an engine."""
-    if given is None or isinstance(given, bool):
-        return given
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"speculation={given!r} is neither a truth value nor a mapping", "use False to turn it off.")
-    for key in given:
-        if key not in SPECULATION_KEYS:
-            raise ConfigError(f"speculation can't set {key!r} per request", suggest(str(key), SPECULATION_KEYS))
-    tokens, verifier = given.get("num_speculative_tokens", 0), given.get("verification", "auto")
-    if not (is_whole(tokens) and 0 <= tokens <= MAX_SPECULATIVE_TOKENS):
-        raise ConfigError(
-            f"num_speculative_tokens={tokens!r} is not a whole number from 0 to {MAX_SPECULATIVE_TOKENS}",
-            "use for example 4.",
-        )
-    if not isinstance(given.get("method", ""), str):
-        raise ConfigError(
-            f"method={given['method']!r} is not the name of a drafter", "leave it out for the engine's own."
-        )
-    if not isinstance(verifier, str):
-        raise ConfigError(f"verification={verifier!r} is not the name of a verifier", 'use for example "auto".')
-    if (prediction := Speculation(**given).prediction) is not None:
-        _check_prediction(prediction)
-    return dict(given)
-
-
-def _check_prediction(given: object) -> None:
-    if not isinstance(given, str | list | tuple):
-        raise ConfigError(f"the prediction is a {type(given).__name__}", "give text or a list of token ids.")
-    if len(given) > MAX_PREDICTION:
-        unit = "characters" if isinstance(given, str) else "tokens"
-        raise ConfigError(f"the prediction has {len(given)} {unit}, more than {MAX_PREDICTION}", "shorten it.")
-
-
 @_reads_foreign
 @dataclass(frozen=True)
 class SamplingParams:
@@ -154,7 +143,8 @@ class SamplingParams:
 
     A `seed` fixes the text: it is the same with speculation on or off, alone or in any batch.
     `speculation` overrides the engine per request: False turns it off, a mapping may set `method`,
-    `num_speculative_tokens`, `verification` and `prediction` (see `Speculation`).
+    `num_speculative_tokens`, `verification`, and for methods that draft from it a `prediction`: the caller's guess of
+    the output, as text or token ids.
 
     With `beam_width` nothing is sampled. A beam search of that width returns its `n` best texts, scored by the sum of
     log-probabilities / length ** length_penalty under the distribution at temperature 1.
@@ -191,7 +181,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else _listed("stop", self.stop)
         self._set(stop=stops, stop_token_ids=_ids("stop_token_ids", self.stop_token_ids))
-        self._set(logit_bias=_read_bias(self.logit_bias), speculation=read_speculation(self.speculation))
+        self._set(logit_bias=_read_bias(self.logit_bias), speculation=_read_speculation(self.speculation))
         self._set(structured_outputs=read_structured(self.structured_outputs))
         self._set(top_k=0 if self.top_k == -1 else self.top_k)
         self._set(bad_words=_read_words(self.bad_words), allowed_token_ids=_read_allowed(self.allowed_token_ids))
@@ -299,7 +289,7 @@ class SamplingParams:
     @property
     def prediction(self) -> str | Sequence[int] | None:
         """The caller's guess of the output, as given; None if there is none."""
-        return Speculation(**self.speculation).prediction if isinstance(self.speculation, Mapping) else None
+        return self.speculation.get("prediction") if isinstance(self.speculation, Mapping) else None
 
     def with_prediction(self, tokens: Sequence[int]) -> SamplingParams:
         """Return these settings with the prediction's text replaced by token ids."""

@@ -118,6 +118,15 @@ class DraftTree:
         scores = None if self.scores is None else self.scores[:count]
         return DraftTree.of(self.token_list[:count], self.parent_list[:count], probs, scores)
 
+    def only(self, nodes: Sequence[int]) -> DraftTree:
+        """Return the tree of some nodes, in the order given; the parent of each comes before it among them."""
+        places = {node: place for place, node in enumerate((-1, *nodes), -1)}
+        tokens = [self.token_list[node] for node in nodes]
+        parents = [places[self.parent_list[node]] for node in nodes]
+        probs = None if self.probs is None else self.probs[list(nodes)]
+        scores = None if self.scores is None else [self.scores[node] for node in nodes]
+        return DraftTree.of(tokens, parents, probs, scores)
+
     def children(self, node: int) -> list[int]:
         """Return the children of a node in drawing order; -1 = the root."""
         if self.is_chain:

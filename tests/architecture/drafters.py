@@ -14,6 +14,7 @@ FOREIGN_WORDS = {
     ("text.tokenizer_bounds", "suffix"),  # a key of tokenizer.json
     ("text.tokenizer", "suffix"),  # the same
     ("serving.openai.settings", "suffix"),  # a field of OpenAI's requests
+    ("params", "prediction"),  # OpenAI's word for a guess of the output
 }
 
 

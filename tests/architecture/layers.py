@@ -11,7 +11,7 @@ from tests.architecture.source import PACKAGE, Module
 
 EVERYWHERE = frozenset(
     {
-        *("types", "tree", "beams", "constraints", "counts", "params", "speculation", "config", "errors", "files"),
+        *("types", "tree", "beams", "constraints", "counts", "params", "config", "errors", "files"),
         *("gguf_file", "metrics", "checks"),
     }
 )
@@ -24,9 +24,8 @@ ENGINE_AND_BELOW = MODELS_AND_BELOW | {
 ALLOWED: dict[str, frozenset[str]] = {
     "": ENGINE_AND_BELOW | EVERYWHERE,
     "errors": frozenset(),
-    "checks": frozenset({"errors", "speculation"}),
-    "params": frozenset({"checks", "errors", "speculation", "structured.spec"}),
-    "speculation": frozenset({"errors"}),
+    "checks": frozenset({"errors"}),
+    "params": frozenset({"checks", "errors", "structured.spec"}),
     "files": frozenset({"errors"}),
     "gguf_file": frozenset({"errors", "files"}),
     "metrics": frozenset({"errors"}),
@@ -35,7 +34,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "constraints": frozenset({"errors", "tree"}),
     "counts": frozenset({"tree"}),
     "types": frozenset({"errors", "params", "metrics", "beams", "tree", "constraints", "counts"}),
-    "config": frozenset({"checks", "errors", "files", "params", "speculation", "types"}),
+    "config": frozenset({"checks", "errors", "files", "params", "types"}),
     "plugins": frozenset({"errors", "params", "types", "config"}),
     "text": frozenset({"errors", "files", "gguf_file", "params", "types", "config"}),
     "structured": frozenset({"errors", "files", "constraints", "text"}),

@@ -60,7 +60,7 @@ def test_native_import_is_found(name: str, line: str, found: int) -> None:
         ("serving.app", "from speculant.cli import main"),
         ("cli.doctor", "from speculant.lab.bench import runs"),
         ("lab.bench.runs", "from speculant.lab.exactness.laws import Pair"),
-        ("engine.step", "from speculant.lab.exactness import tables"),
+        ("engine.step", "from speculant.lab.exactness import enumeration"),
         ("lab.exactness.proofs", "from speculant.lab.bench import workloads"),
         ("engine.step", "def f():\n    from speculant.cli import main"),
         ("engine.step", "import speculant"),

@@ -10,30 +10,30 @@ import pytest
 from tests.architecture.rooms import ROOT, USERS, defined, home, inner_imports, rooms, size
 
 SLACK = 0.05  # of a budget, which follows a room that shrinks
-INNER_IMPORTS = 159  # of names that two files of a room have, of names that are also a file's; may only fall
+INNER_IMPORTS = 142  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1196, 5),
     "cli": (2975, 12),
-    "drafting": (7191, 43),
-    "engine": (5074, 18),
+    "drafting": (7262, 43),
+    "engine": (5017, 18),
     "kernels": (1612, 7),
-    "lab.bench": (4356, 16),
-    "lab.cli": (2993, 19),
-    "lab.exactness": (1598, 7),
-    "lab.fleet": (1229, 6),
-    "lab.inflation": (1013, 8),
-    "lab.quantize": (942, 6),
-    "lab.theory": (581, 5),
-    "lab.training": (4236, 31),
-    "lengths": (1960, 8),
-    "models": (13443, 68),
+    "lab.bench": (4215, 13),
+    "lab.cli": (2853, 14),
+    "lab.exactness": (1576, 6),
+    "lab.fleet": (1206, 4),
+    "lab.inflation": (963, 5),
+    "lab.quantize": (932, 5),
+    "lab.theory": (569, 4),
+    "lab.training": (3949, 12),
+    "lengths": (1937, 8),
+    "models": (13122, 68),
     "sampling": (419, 3),
-    "scale": (1970, 12),
-    "scheduling": (1084, 4),
-    "serving": (8298, 36),
-    "structured": (1819, 9),
-    "text": (2627, 11),
+    "scale": (1918, 8),
+    "scheduling": (1088, 4),
+    "serving": (8147, 29),
+    "structured": (1759, 9),
+    "text": (2577, 12),
     "verification": (610, 10),
 }
 

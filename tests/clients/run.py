@@ -19,10 +19,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer
-
-from tests.models import Shape, write_checkpoint
+from tests.models import Shape
 from tests.servers import ServerProcess
+from tests.tagged import write_tagged
 
 HERE = Path(__file__).parent
 PYTHON_CLIENTS = ("openai_client.py", "langchain_client.py", "instructor_client.py", "litellm_client.py")
@@ -40,7 +39,8 @@ def main(python: str, node_folder: str) -> int:
     """Run every client, and print a table of the calls that work; return how many clients failed with a server."""
     results, failed = Results(), list[str]()
     with tempfile.TemporaryDirectory() as folder:
-        models = {"demo": ("demo", ""), "tagged": (_write_model(Path(folder) / "tagged"), "hermes")}
+        tagged = write_tagged(Path(folder) / "tagged", TEMPLATE, TAGS, Shape(max_positions=8192))
+        models = {"demo": ("demo", ""), "tagged": (tagged, "hermes")}
         for name, (model, calls) in models.items():
             server = ServerProcess(model, "--draft-model", "demo" if name == "demo" else model).ready()
             names = {"CLIENT_URL": f"{server.url}/v1", "CLIENT_MODEL": name, "CLIENT_CALLS": calls, **QUIET}
@@ -88,17 +88,6 @@ def _note(output: str, results: Results) -> None:
     known = results.setdefault(made["client"], {})
     for call, works in made["results"].items():
         known[call] = works and known.get(call, True)
-
-
-def _write_model(folder: Path) -> str:
-    """Write a random model whose tokenizer has the tags as added tokens."""
-    path = write_checkpoint(folder, Shape(max_positions=8192))
-    file = str(folder / "tokenizer.json")
-    tokenizer = Tokenizer.from_file(file)
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
-    tokenizer.save(file)
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    return path
 
 
 if __name__ == "__main__":

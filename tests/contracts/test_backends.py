@@ -30,6 +30,7 @@ from speculant.models import (
     ModelNeeds,
     QuantizedBlocks,
     ReferenceBackend,
+    StoredWeights,
     WeightSource,
     choose_backend,
     find_backends,
@@ -37,7 +38,6 @@ from speculant.models import (
     load_model,
     tensor_shapes,
 )
-from speculant.models.weights import load as loading
 from speculant.sampling import mix
 from tests.backends import FakeBackend
 from tests.descriptions import describe, describe_pair
@@ -185,7 +185,7 @@ def test_backend_texts_are_the_reference(backend: Backend, checkpoints: Checkpoi
 # --- weights are read one at a time
 
 
-class LiveWeights:
+class LiveWeights(WeightSource):
     """Random tensors of a config; counts the ones that are still held."""
 
     def __init__(self, config: DecoderConfig, dtype: type[np.floating]) -> None:
@@ -223,7 +223,7 @@ def test_backend_holds_one_tensor_at_a_time(
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(WeightSource):
     """A source in which some matrices are stored in blocks of one layout, of 32 weights in `size` bytes."""
 
     source: WeightSource
@@ -383,6 +383,6 @@ def test_needs_are_refused_at_start(
 
 def test_nothing_is_read_before_the_choice(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model that no backend can compute, nothing is read."""
-    monkeypatch.setattr(loading.TensorFiles, "read", lambda *_: pytest.fail("a tensor was read"))
+    monkeypatch.setattr(StoredWeights, "read", lambda *_: pytest.fail("a tensor was read"))
     with pytest.raises(ConfigError, match="can't compute this model"):
         load_model(checkpoints.target, dtype="float64", kernels="native")

@@ -13,12 +13,12 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from speculant.cache import SCALE_BYTES, read_heads, round_heads
-from speculant.kernels import Code, Flag, Kernels, Op, Pass, Type, address, open_kernels, reference, usable_sets
+from speculant.kernels import Code, Flag, Kernels, Op, Pass, Type, address, reference
 from tests.examples import examples
+from tests.native import SETS, needs_kernels, on
 from tests.timing import cpu_seconds
 
-SETS = usable_sets()
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+pytestmark = needs_kernels
 TYPES = {Type.F32: torch.float32, Type.BF16: torch.bfloat16, Type.INT8: torch.int8}
 FIELDS = 10  # of a segment
 WIDE = [-1] * 5 + [node // 3 for node in range(42)]  # 47 nodes, five at the root and three below each
@@ -195,18 +195,12 @@ class Attention:
                 self._segments[last - 2 : last] = layer._segments[last - 2 : last]
 
 
-def opened(isa: str, threads: int = 1) -> Kernels:
-    kernels = open_kernels(isa, threads)
-    assert kernels is not None
-    return kernels
-
-
 def check_paths(isa: str, threads: int, shape: Shape, fed: Sequence[Fed], leaves: int = 1000) -> None:
     """Compare what sequences get side by side with what each path gets alone, as a chain and in one thread."""
-    for each, seen in zip(fed, Attention(shape, fed).run(opened(isa, threads)), strict=True):
+    for each, seen in zip(fed, Attention(shape, fed).run(on(isa, threads)), strict=True):
         assert bool(seen.isfinite().all())
         for leaf in each.rows.leaves()[-leaves:]:
-            (alone,) = Attention(shape, [each.along(leaf)]).run(opened(isa))
+            (alone,) = Attention(shape, [each.along(leaf)]).run(on(isa))
             assert torch.equal(seen[each.rows.path(leaf)], alone), (each.rows.start, each.rows.chain, leaf)
 
 
@@ -243,7 +237,7 @@ def expected(shape: Shape, fed: Fed) -> Tensor:
 @pytest.mark.parametrize("isa", SETS)
 def test_attention_matches_its_definition(isa: str, shape: Shape) -> None:
     fed = make(shape, Rows(600, 9, COMB))
-    (seen,) = Attention(shape, [fed]).run(opened(isa, 2))
+    (seen,) = Attention(shape, [fed]).run(on(isa, 2))
     for leaf in fed.rows.leaves():
         along = expected(shape, fed.along(leaf))
         assert torch.allclose(seen[fed.rows.path(leaf)].double(), along, rtol=1e-4, atol=1e-5)
@@ -260,9 +254,9 @@ def test_rows_that_see_one_another(isa: str, type_: Type, reach: int, window: in
     """Blocks of 16 rows match the definition, and have the same bits beside other sequences and on more threads."""
     shape = Shape(type=type_, window=window, flags=flags, before=reach, after=reach)
     fed = [make(shape, Rows(start, 16)), make(shape, Rows(777, 3), 1)]
-    (alone,) = Attention(shape, fed[:1]).run(opened(isa))
+    (alone,) = Attention(shape, fed[:1]).run(on(isa))
     assert torch.allclose(alone.double(), expected(shape, fed[0]), rtol=1e-4, atol=1e-5)
-    assert torch.equal(Attention(shape, fed[::-1]).run(opened(isa, 2))[1], alone)
+    assert torch.equal(Attention(shape, fed[::-1]).run(on(isa, 2))[1], alone)
 
 
 @pytest.mark.covering(1)
@@ -313,7 +307,7 @@ def test_attention_over_a_source(isa: str, type_: Type, block: int, parents: Seq
     """Rows match the definition, and have the same bits beside other sequences, as chains and on more threads."""
     shape = Shape(type=type_, block=block)
     fed = [make(shape, Rows(70, 9, parents, length)), make(shape, Rows(0, 131, source=640), 1)]
-    seen, _ = Attention(shape, fed).run(opened(isa, 2))
+    seen, _ = Attention(shape, fed).run(on(isa, 2))
     for leaf in fed[0].rows.leaves():
         along = fed[0].along(leaf)
         assert torch.allclose(seen[fed[0].rows.path(leaf)].double(), expected(shape, along), rtol=1e-4, atol=1e-5)
@@ -327,7 +321,7 @@ def test_attention_over_a_source(isa: str, type_: Type, block: int, parents: Seq
 def test_all_of_a_source_that_is_longer_than_the_text(isa: str, threads: int, start: int) -> None:
     """Threads share the spans of a source, which are more than those of the text."""
     fed = make(Shape(), Rows(start, 2, source=1700))
-    (seen,) = Attention(Shape(), [fed]).run(opened(isa, threads))
+    (seen,) = Attention(Shape(), [fed]).run(on(isa, threads))
     assert torch.allclose(seen.double(), expected(Shape(), fed), rtol=1e-4, atol=1e-5)
 
 
@@ -342,9 +336,9 @@ def test_attention_reads_nothing_before_the_window(isa: str, type_: Type, window
         shape = Shape(window=window, block=block, type=type_)
         attention = Attention(shape, [make(shape, rows)])
         for threads in (1, 2):
-            before = attention.run(opened(isa, threads))
+            before = attention.run(on(isa, threads))
             attention.give_back(max(start + 1 - window, 0))
-            (after,) = attention.run(opened(isa, threads))
+            (after,) = attention.run(on(isa, threads))
             assert bool(after.isfinite().all())
             assert torch.equal(after, *before)
 
@@ -356,7 +350,7 @@ def test_a_number_that_is_not_finite_reaches_all_that_see_it(isa: str, type_: Ty
     shape = Shape(type=type_)
     fed = make(shape, Rows(70, 5))
     getattr(fed, part)[72, :, 3] = torch.nan
-    (seen,) = Attention(shape, [fed]).run(opened(isa))
+    (seen,) = Attention(shape, [fed]).run(on(isa))
     assert bool(seen[:2].isfinite().all())
     assert bool(seen[2:].isnan().flatten(1).any(1).all())
 
@@ -368,10 +362,10 @@ def test_attention_of_layers_of_other_shapes() -> None:
     layers = [Attention(shape, [make(shape, rows) for rows in fed]) for shape in shapes[:3]]
     over = [make(shapes[3], replace(rows, source=length)) for rows, length in zip(fed, sources, strict=True)]
     layers.append(Attention(shapes[3], over))
-    alone = [torch.cat(layer.run(opened(SETS[0], 4))) for layer in layers]
+    alone = [torch.cat(layer.run(on(SETS[0], 4))) for layer in layers]
     for layer in layers[1:]:
         layers[0].append(layer)
-    layers[0].run(opened(SETS[0], 4))
+    layers[0].run(on(SETS[0], 4))
     for layer, expected_ in zip(layers, alone, strict=True):
         assert torch.equal(layer.out, expected_)
 
@@ -394,7 +388,7 @@ def test_tree_attention_of_interleaved_paths() -> None:
 @pytest.mark.parametrize("context", [4096, 4050])
 def test_tree_attention_costs_what_a_chain_does(context: int) -> None:
     """47 nodes behind a long context: if each loaded its tiles alone, they would take four times as long as a chain."""
-    shape, kernels = Shape(heads=8, kv_heads=8, dim=64, type=Type.BF16), opened(SETS[0])
+    shape, kernels = Shape(heads=8, kv_heads=8, dim=64, type=Type.BF16), on(SETS[0])
     passes = [Attention(shape, [make(shape, rows)]) for rows in (Rows(context, 48), Rows(context, 1, WIDE))]
     chain, tree = (cpu_seconds(partial(attention.run, kernels), repeats=7) for attention in passes)
     assert tree < 2 * chain

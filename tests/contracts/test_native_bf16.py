@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels import Type, open_kernels, usable_sets
-from tests.contracts.test_native_kernels import random, run_linear
+from speculant.kernels import Type, usable_sets
+from tests.contracts.test_native_kernels import run_linear
+from tests.native import bits, on, random
 
 SET = "avx512bf16"
 PROCESSORS = Path("/proc/cpuinfo")
@@ -47,14 +48,9 @@ def layer(x: Tensor, weight: Tensor) -> Tensor:
     return sums
 
 
-def bits(x: Tensor) -> Tensor:
-    return x.view(torch.int32)
-
-
 @pytest.mark.parametrize(("rows", "k"), [(1, 200), (5, 33), (13, 514)])
 def test_a_layer_is_exact_where_nothing_is_rounded(rows: int, k: int) -> None:
-    kernels, generator = open_kernels(SET, 1), torch.Generator().manual_seed(k)
-    assert kernels is not None
+    kernels, generator = on(SET, 1), torch.Generator().manual_seed(k)
     x, weight = (torch.randint(-90, 91, (size, k), generator=generator).float() for size in (rows, 70))
     assert torch.equal(run_linear(kernels, Type.BF16, x, weight), x @ weight.T)
 
@@ -68,8 +64,7 @@ def test_a_layer_is_exact_where_nothing_is_rounded(rows: int, k: int) -> None:
 )
 @pytest.mark.parametrize(("rows", "k"), [(1, 200), (4, 33), (5, 64), (12, 1), (13, 514), (25, 1031)])
 def test_a_layer_is_the_documented_instruction(rows: int, k: int, x_scale: float, weight_scale: float) -> None:
-    kernels = open_kernels(SET, 1)
-    assert kernels is not None
+    kernels = on(SET, 1)
     x, weight = random(rows, k, scale=x_scale), random(70, k, seed=1, scale=weight_scale).bfloat16()
     expected, seen = layer(x, weight), run_linear(kernels, Type.BF16, x, weight)
     numbers = ~expected.isnan()

@@ -10,20 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels import BLOCK_TYPES, Arena, Flag, Kernels, Lane, Packer, Read, allocate, packing, usable_sets
+from speculant.kernels import BLOCK_TYPES, Arena, Flag, Kernels, Lane, Packer, Read, allocate, packing
 from tests.contracts.test_native_blocks import (
     KINDS,
     blocks_of,
     inputs_of,
-    kernels,
     pack,
-    random,
-    run,
 )
 from tests.gguf_blocks import block_weights, row_bytes
+from tests.native import kernels, needs_kernels, random, run
 
 __all__ = ["kernels"]
-pytestmark = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+pytestmark = needs_kernels
 SPLITS = [[1], [1, 2, 3], [5, 200, 7], [63, 1, 64], [31, 33, 100, 28]]
 
 

@@ -8,33 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from speculant.kernels import (
-    BLOCK_TYPES,
-    Activation,
-    Code,
-    Flag,
-    Kernels,
-    Op,
-    Pass,
-    Type,
-    Weight,
-    open_kernels,
-    usable_sets,
-)
-from speculant.models import ROUNDINGS, gating, linear, linears
+from speculant.kernels import BLOCK_TYPES, Flag, Kernels, Op, Pass, Type, Weight
+from speculant.models import ROUNDINGS, linears
 from tests.gguf_blocks import SCALES, block_bytes, block_weights, decode, encode, random_blocks
+from tests.native import bits, error, kernels, look_up, needs_kernels, random, run, same
 
-SETS = usable_sets()
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+__all__ = ["kernels"]
+
+pytestmark = needs_kernels
 OTHERS = {
     "INT8",
     "FP8",
@@ -42,30 +30,14 @@ OTHERS = {
 KINDS = [layout.upper() for layout in BLOCK_TYPES if layout.upper() not in OTHERS]
 # Outputs, and groups of 32 inputs: one block, an odd number of groups, several superblocks, and enough for streams.
 SHAPES = [(1, 1), (47, 1), (50, 3), (97, 9), (200, 33), (70, 131)]
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 25, 64, 127, 128, 129, 300)
 GROUP = 32  # numbers of x that are rounded together
 SMALL = (50, 9)
-
-
-@pytest.fixture(params=SETS)
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    return on(request.param)
 
 
 @pytest.fixture(params=SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 def shape(request: pytest.FixtureRequest) -> tuple[int, int]:
     found: tuple[int, int] = request.param
     return found
-
-
-def on(isa: str, threads: int = 2) -> Kernels:
-    found = open_kernels(isa, threads)
-    assert found is not None
-    return found
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def inputs_of(kind: str, groups: int) -> int:
@@ -82,25 +54,6 @@ def pack(kernels: Kernels, kind: str, blocks: np.ndarray, second: np.ndarray | N
     """Pack a matrix of blocks, or two that are interleaved."""
     other = None if second is None else torch.from_numpy(second)
     return kernels.pack(BLOCK_TYPES[kind.lower()], torch.from_numpy(blocks), other)
-
-
-def run(
-    kernels: Kernels, weight: Weight, x: Tensor, bias: Tensor | None = None, added: Tensor | None = None, **gated: Flag
-) -> Tensor:
-    """Return x weight^T (+ bias) (+ added), or the gated product of the two matrices."""
-    out = torch.full((len(x), weight.n), math.nan) if added is None else added.clone()
-    flags = gated.get("flags", Flag.NONE if added is None else Flag.ADD)
-    activation = Activation.SILU if flags == Flag.GATED else Activation.NONE
-    kernels.run((Op * 1)(linear(weight, x, out, bias, flags, activation=activation)), Pass(rows=len(x)))
-    return out
-
-
-def look_up(kernels: Kernels, table: Weight) -> Tensor:
-    """Return every row of a packed table."""
-    tokens, out = torch.arange(table.n), torch.full((table.n, table.k), math.nan)
-    op = Op(code=Code.EMBED, type=table.type, n=table.k, k=table.n, weight=table.address, out=out.data_ptr())
-    kernels.run((Op * 1)(op), Pass(rows=table.n, tokens=tokens.data_ptr()))
-    return out
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -120,20 +73,6 @@ def magnitudes(kind: str, blocks: np.ndarray) -> Tensor:
         own[:, first + 1] &= 0x7F
         own[:, place + 1] = own[:, place + 1] | 0x80 if kind.endswith("K") else own[:, place + 1] & 0x7F
     return torch.from_numpy(decode(kind, own.reshape(blocks.shape))).double().abs()
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.view(torch.int32)
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two results have the same bits, but for those of a NaN."""
-    numbers = ~a.isnan()
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(bits(a[numbers]), bits(b[numbers]))
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def test_every_kind_has_a_type() -> None:
@@ -226,88 +165,6 @@ def test_a_loud_number_spoils_its_group_alone(kernels: Kernels, kind: str) -> No
 def test_a_loud_number_spoils_its_group_of_rounded_weights(kernels: Kernels, quantization: str) -> None:
     type_ = ROUNDINGS[quantization].most
     assert 0.02 < loud_error(kernels, kernels.pack(type_, random(96, 2048, seed=1))) < 0.035
-
-
-def variants(kernels: Kernels, kind: str, shape: tuple[int, int]) -> Iterator[tuple[Weight, dict[str, object]]]:
-    """Yield weights with the arguments of `run`: plain, with a bias, added to something, both, and gated."""
-    n, first, second = shape[0], blocks_of(kind, shape), blocks_of(kind, shape, seed=1)
-    packed, both = pack(kernels, kind, first), pack(kernels, kind, first, second)
-    bias, added = random(n, seed=2), random(300, n, seed=3)
-    yield packed, {}
-    yield packed, {"bias": bias}
-    yield packed, {"added": added}
-    yield packed, {"bias": bias, "added": added}
-    yield both, {"flags": Flag.GATED}
-    yield both, {"bias": random(2, n, seed=4), "flags": Flag.GATED}
-
-
-def check_rows(kernels: Kernels, weight: Weight, given: dict[str, object], spans: Iterator[tuple[int, int]]) -> None:
-    """Compare spans of rows with the same rows among 300."""
-    x, added = random(300, weight.k), given.get("added")
-    together = run(kernels, weight, x, **given)
-    assert bool(together.isfinite().all())
-    for first, rows in spans:
-        part = slice(first, first + rows)
-        own = {**given, "added": added[part]} if isinstance(added, Tensor) else given
-        assert torch.equal(run(kernels, weight, x[part], **own), together[part]), (first, rows)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_never_sees_its_neighbours(kernels: Kernels, kind: str, shape: tuple[int, int]) -> None:
-    for weight, given in variants(kernels, kind, shape):
-        check_rows(kernels, weight, given, ((seed * 41 % (301 - rows), rows) for seed, rows in enumerate(ROWS)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_the_same_among_any_number(kernels: Kernels, kind: str) -> None:
-    for weight, given in variants(kernels, kind, SMALL):
-        check_rows(kernels, weight, given, ((0, rows) for rows in range(1, 301)))
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("threads", [1, 3, 4])
-@pytest.mark.parametrize("isa", SETS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_any_number_of_threads_gives_the_same(isa: str, kind: str, threads: int) -> None:
-    one, several, x = on(isa, 2), on(isa, threads), random(300, inputs_of(kind, 33))
-    blocks = blocks_of(kind, (200, 33), extreme=0.1)
-    packed, again = (pack(kernels, kind, blocks) for kernels in (one, several))
-    assert torch.equal(packed.memory, again.memory)
-    assert torch.equal(look_up(one, packed), look_up(several, again))
-    for rows in (1, 5, 300):
-        assert torch.equal(run(one, packed, x[:rows]), run(several, again, x[:rows]))
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_gated_layer_is_its_two_halves(kernels: Kernels, kind: str, biased: bool) -> None:
-    halves, x = [blocks_of(kind, SMALL, seed) for seed in (1, 2)], random(21, inputs_of(kind, SMALL[1])) / 10
-    biases = random(2, SMALL[0], seed=3) if biased else None
-    found = run(kernels, pack(kernels, kind, *halves), x, biases, flags=Flag.GATED)
-    each = [None, None] if biases is None else list(biases)
-    gate, up = (run(kernels, pack(kernels, kind, half), x, bias) for half, bias in zip(halves, each, strict=True))
-    assert torch.allclose(found, functional.silu(gate) * up, rtol=2e-6, atol=1e-7)
-    kernels.run((Op * 1)(gating(gate, up, SMALL[0], Activation.SILU)), Pass(rows=21))
-    assert torch.equal(up, found)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e-40, 0.0])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_nan_of_x_stays_in_its_row(kernels: Kernels, kind: str, value: float) -> None:
-    packed, x = pack(kernels, kind, blocks_of(kind, SMALL)), random(9, inputs_of(kind, SMALL[1]))
-    clean = run(kernels, packed, x)
-    x[4, 5] = value
-    dirty = run(kernels, packed, x)
-    others = [row for row in range(9) if row != 4]
-    assert torch.equal(dirty[others], clean[others])
-    if not math.isfinite(value):
-        assert not bool(dirty[4].isfinite().any()), "an overflow must not vanish"
-    elif value != 3e38:
-        assert bool(dirty[4].isfinite().all())
 
 
 @pytest.mark.covering(1)

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from speculant.errors import ModelError
-from speculant.kernels import Bounds, Code, Op, Sizes, usable_sets
+from speculant.kernels import Bounds, Code, Op, Sizes
 from speculant.models import DecoderConfig, EncoderProgram, Experts, NativeDecoder, Program
 from speculant.models.families import gemma4_text
 from tests.contracts.test_native_descriptions import make_models, random_description
 from tests.descriptions import BART, describe, describe_pair
+from tests.native import SETS, needs_kernels
 from tests.unit.models.families import SMALL, VARIANTS
 
-SETS = usable_sets()
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+pytestmark = needs_kernels
 EXACT = {"weight", "scale", "bias", "key_scale", "key_bias", "sinks", "order", "distances"}  # others may have gaps
 DESCRIPTIONS = {
     "random": random_description(3),

@@ -7,12 +7,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from speculant.kernels import open_kernels, usable_sets
 from tests.examples import examples
+from tests.native import SETS, needs_kernels, on
 
-SETS = usable_sets()
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
-KERNELS = [open_kernels(isa, threads) for isa in SETS for threads in (1, 2)]
+pytestmark = needs_kernels
+KERNELS = [on(isa, threads) for isa in SETS for threads in (1, 2)]
 PIECE = 2**20
 SIZES = (0, 1, 7, 8, 255, 256, 257, 4096, PIECE - 1, PIECE, PIECE + 9, 3 * PIECE + 300)
 
@@ -23,7 +22,7 @@ def random(size: int, seed: int = 0) -> Tensor:
 
 def checksum(memory: Tensor) -> int:
     """Return what all instruction sets and numbers of threads agree on."""
-    (found,) = {kernels.checksum(memory) for kernels in KERNELS if kernels is not None}
+    (found,) = {kernels.checksum(memory) for kernels in KERNELS}
     return found
 
 
@@ -35,9 +34,7 @@ def test_all_kernels_agree(size: int) -> None:
 def test_each_size_has_its_own_checksum() -> None:
     zeros = torch.zeros(2 * PIECE + 1000, dtype=torch.uint8)
     sizes = [*range(1, 600), PIECE, PIECE + 1, 2 * PIECE, len(zeros)]
-    kernels = KERNELS[0]
-    assert kernels is not None
-    assert len({kernels.checksum(zeros[:size]) for size in sizes}) == len(sizes)
+    assert len({KERNELS[0].checksum(zeros[:size]) for size in sizes}) == len(sizes)
 
 
 @settings(max_examples=examples(200))

@@ -9,40 +9,16 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from speculant.kernels import (
-    INDEX_BYTES,
-    Activation,
-    Code,
-    Flag,
-    Kernels,
-    Op,
-    Pass,
-    Type,
-    Weight,
-    open_kernels,
-    panel_rows,
-    usable_sets,
-)
-from speculant.models import linear
+from speculant.kernels import INDEX_BYTES, Kernels, Type, Weight, panel_rows
 from tests.examples import examples
+from tests.native import SETS, bits, kernels, look_up, needs_kernels, on, random, run, same
 
-SETS = usable_sets()
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
-KERNELS = {isa: open_kernels(isa, 2) for isa in SETS}
+__all__ = ["kernels"]
+
+pytestmark = needs_kernels
 DEEP = 2101  # in streams on every instruction set
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 64, 127, 128, 129, 300)
 LAYERS = (*ROWS[:9], 300)
-
-
-@pytest.fixture(params=SETS)
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    found = KERNELS[request.param]
-    assert found is not None
-    return found
-
-
-def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def weights(n: int, k: int, seed: int = 0) -> Tensor:
@@ -53,19 +29,6 @@ def weights(n: int, k: int, seed: int = 0) -> Tensor:
 def of_bits(bits: Tensor) -> Tensor:
     """Return the bfloat16 numbers that have these bits [n, k]."""
     return bits.to(torch.int16).view(torch.bfloat16)
-
-
-def run(kernels: Kernels, weight: Weight, x: Tensor, flags: Flag = Flag.NONE) -> Tensor:
-    out = torch.full((len(x), weight.n), 0.5)
-    activation = Activation.SILU if flags == Flag.GATED else Activation.NONE
-    kernels.run((Op * 1)(linear(weight, x, out, None, flags, activation=activation)), Pass(rows=len(x)))
-    return out
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two results have the same bits, but for those of a NaN."""
-    numbers = ~a.isnan()
-    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a[numbers].view(torch.int32), b[numbers].view(torch.int32))
 
 
 def share_coded(kernels: Kernels, weight: Weight) -> float:
@@ -82,17 +45,10 @@ def check(kernels: Kernels, matrix: Tensor, rows: tuple[int, ...] = LAYERS) -> W
     for count in rows:
         own = x[:count].contiguous()
         assert same(run(kernels, coded, own), run(kernels, plain, own)), count
-        assert same(run(kernels, coded, own, Flag.ADD), run(kernels, plain, own, Flag.ADD)), count
-    assert torch.equal(look_up(kernels, coded).view(torch.int32), look_up(kernels, plain).view(torch.int32))
+        added = torch.full((count, len(matrix)), 0.5)
+        assert same(run(kernels, coded, own, None, added), run(kernels, plain, own, None, added)), count
+    assert torch.equal(bits(look_up(kernels, coded)), bits(look_up(kernels, plain)))
     return coded
-
-
-def look_up(kernels: Kernels, table: Weight) -> Tensor:
-    """Return all rows of a packed table."""
-    tokens, out = torch.arange(table.n), torch.empty(table.n, table.k)
-    op = Op(code=Code.EMBED, type=table.type, n=table.k, k=table.n, weight=table.address, out=out.data_ptr())
-    kernels.run((Op * 1)(op), Pass(rows=table.n, tokens=tokens.data_ptr()))
-    return out
 
 
 @pytest.mark.parametrize("k", [DEEP, 2048])
@@ -107,9 +63,7 @@ def test_coded_layer_is_plain_for_all_rows(kernels: Kernels, k: int) -> None:
 @given(rows=st.integers(1, 40), n=st.integers(1, 130), k=st.integers(1, 300), seed=st.integers(0, 99))
 @pytest.mark.parametrize("isa", SETS)
 def test_coded_layer_is_plain_for_odd_shapes(isa: str, rows: int, n: int, k: int, seed: int) -> None:
-    found = KERNELS[isa]
-    assert found is not None
-    check(found, weights(n, k, seed), (rows,))
+    check(on(isa), weights(n, k, seed), (rows,))
 
 
 @pytest.mark.covering(1)
@@ -157,21 +111,3 @@ def test_neighbouring_escapes_are_kept(kernels: Kernels) -> None:
     matrix[:, 1000] = 1e30
     matrix[5, ::16] = -1e-30
     assert share_coded(kernels, check(kernels, matrix)) == 1
-
-
-@pytest.mark.parametrize("rows", [1, 5, 21, 140])
-def test_coded_gated_layer_is_plain(kernels: Kernels, rows: int) -> None:
-    gate, up, x = weights(100, 340, 1), weights(100, 340, 2), random(rows, 340)
-    plain, coded = (kernels.pack(type_, gate, up) for type_ in (Type.BF16, Type.BF12))
-    assert same(run(kernels, coded, x, Flag.GATED), run(kernels, plain, x, Flag.GATED))
-
-
-def test_coding_is_alike_for_any_number_of_threads() -> None:
-    matrix = weights(333, 512)
-    one, two = (open_kernels(SETS[0], threads) for threads in (1, 2))
-    assert one is not None
-    assert two is not None
-    packed = [kernels.pack(Type.BF12, matrix) for kernels in (one, two)]
-    entries = INDEX_BYTES * -(-333 // panel_rows(one))
-    assert torch.equal(packed[0].memory[:entries], packed[1].memory[:entries])
-    assert torch.equal(look_up(one, packed[0]), look_up(two, packed[1]))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speculant.cache import KVCache, paged_cache
 from speculant.drafting import grow_chains
-from speculant.kernels import NativeSampler, open_kernels, usable_sets
+from speculant.kernels import NativeSampler
 from speculant.models import (
     ACTIVATIONS,
     NORMS,
@@ -41,11 +41,11 @@ from speculant.sampling import MostLikely
 from speculant.types import DraftTree
 from tests.examples import examples
 from tests.models import make_request
+from tests.native import SETS, needs_kernels, on
 from tests.stored_weights import ModuleWeights
 from tests.unit.models.families import FULL, GEMMA4, SLIDES, SMALL
 
-SETS = usable_sets()
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+pytestmark = needs_kernels
 TREE = DraftTree(torch.tensor([3, 9, 4, 3, 17]), torch.tensor([-1, -1, 0, 0, 2]))
 TOKENS = [(7 * i * i + 3 * i) % 53 for i in range(90)]
 
@@ -103,13 +103,12 @@ def random_description(seed: int) -> DecoderConfig:
 def make_models(config: DecoderConfig, isa: str, threads: int = 2) -> tuple[Decoder, NativeDecoder]:
     """Return random weights on the reference in float64 and on the native kernels."""
     torch.manual_seed(3)
-    decoder, kernels = Decoder(config).requires_grad_(False).eval(), open_kernels(isa, threads)
-    assert kernels is not None
+    decoder = Decoder(config).requires_grad_(False).eval()
     for name, parameter in decoder.named_parameters():
         norm = "norm" in name and name.endswith("weight")
         parameter.copy_((1.0 if norm else 0.0) + (0.2 if parameter.dim() < 2 else 0.15) * torch.randn(parameter.shape))
     decoder.tie_head()
-    native = NativeDecoder(config, ModuleWeights(decoder), torch.float32, kernels)
+    native = NativeDecoder(config, ModuleWeights(decoder), torch.float32, on(isa, threads))
     return decoder.double(), native
 
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels import Activation, Code, Flag, Kernels, Op, Pass, Type, Weight, open_kernels, usable_sets
+from speculant.kernels import Activation, Code, Flag, Kernels, Op, Pass, Type, Weight
 from speculant.models import linear, make_op
-from tests import fp8, gguf_blocks
+from tests.native import SETS, needs_kernels, on, random, rows_of
 
-SETS = usable_sets()
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+pytestmark = needs_kernels
 TYPES = [Type.F32, Type.F16, Type.BF16, Type.BF12, Type.INT8, Type.Q4_0, Type.Q6_K, Type.MXFP4, Type.FP8]
 COUNT, USED, HIDDEN, SIZE = 7, 3, 256, 100
 MOST_PAIRS = 300  # of one expert, more than a block
@@ -22,26 +21,11 @@ BIT_BY_BIT = torch.int32
 
 
 @functools.cache
-def kernels_of(isa: str, threads: int = 2) -> Kernels:
-    kernels = open_kernels(isa, threads)
-    assert kernels is not None
-    return kernels
-
-
-@functools.cache
-def matrices(isa: str, type_: Type, seed: int) -> tuple[Weight, ...]:
-    """Return a matrix [SIZE, HIDDEN] of each expert; two that are interleaved for seed 0."""
-    torch.manual_seed(seed)
-
-    def one() -> Tensor:
-        plain = 0.1 * torch.randn(SIZE, HIDDEN)
-        if type_ == Type.FP8:
-            return fp8.encode(plain)
-        if type_ > Type.Q4_0:
-            return torch.from_numpy(gguf_blocks.encode(type_.name, plain.numpy()))
-        return plain.half() if type_ == Type.F16 else plain.bfloat16() if type_ != Type.F32 else plain
-
-    return tuple(kernels_of(isa).pack(type_, one(), None if seed else one()) for _ in range(COUNT))
+def matrices(isa: str, type_: Type, interleaved: bool) -> tuple[Weight, ...]:
+    """Return a matrix [SIZE, HIDDEN] of each expert, or two that are interleaved."""
+    seeds = [(expert, COUNT + expert) if interleaved else (expert,) for expert in range(COUNT)]
+    made = (tuple(rows_of(type_, random(SIZE, HIDDEN, seed=seed, scale=0.1)) for seed in own) for own in seeds)
+    return tuple(on(isa).pack(type_, *own) for own in made)
 
 
 def run(kernels: Kernels, rows: int, *ops: Op) -> None:
@@ -76,7 +60,7 @@ def pairs_of(scores: Tensor) -> list[tuple[int, int]]:
 def test_each_pair_is_its_row_times_its_expert(isa: str, type_: Type, gated: bool, rows: int, threads: int) -> None:
     """The bits are those of a linear layer over the row alone; the scores let all rows share an expert."""
     torch.manual_seed(rows)
-    kernels, weights = kernels_of(isa, threads), matrices(isa, type_, 0 if gated else 1)
+    kernels, weights = on(isa, threads), matrices(isa, type_, gated)
     x, scores = torch.randn(rows, HIDDEN), torch.randn(rows, COUNT)
     scores[:, 4] += 5
     bias, out = torch.randn(COUNT, 2 if gated else 1, SIZE), torch.full((rows * USED, SIZE), torch.nan)
@@ -94,7 +78,7 @@ def test_each_pair_is_its_row_times_its_expert(isa: str, type_: Type, gated: boo
 @pytest.mark.parametrize("isa", SETS)
 def test_without_gathering_each_pair_has_a_row(isa: str) -> None:
     torch.manual_seed(0)
-    kernels, weights, rows = kernels_of(isa), matrices(isa, Type.BF16, 1), 5
+    kernels, weights, rows = on(isa), matrices(isa, Type.BF16, False), 5
     x, scores, out = torch.randn(rows * USED, HIDDEN), torch.randn(rows, COUNT), torch.empty(rows * USED, SIZE)
     bias, alone = torch.randn(COUNT, SIZE), torch.empty(SIZE)
     addresses = torch.tensor([weight.address for weight in weights])
@@ -110,7 +94,7 @@ def test_results_are_weighted_by_a_softmax(isa: str, flags: Flag) -> None:
     torch.manual_seed(0)
     rows, width = 33, 1037
     scores, results, added = 2 * torch.randn(rows, COUNT), torch.randn(rows * USED, width), torch.randn(rows, width)
-    out, kernels = added.clone(), kernels_of(isa)
+    out, kernels = added.clone(), on(isa)
     combined = make_op(Code.COMBINE, n=width, source=results, out=out, used=USED, flags=Flag.ADD, factor=0.5)
     run(kernels, rows, routed(scores, flags), combined)
     probs = scores.double().softmax(dim=1)
@@ -131,15 +115,15 @@ def test_the_lowest_index_wins_among_equal_scores(isa: str) -> None:
     scores, out = torch.tensor([[1.0, 2, 2, 1, 2, 1, 2]]), torch.zeros(1, 3)
     results = torch.eye(3)  # pairs are in the order of the experts
     combined = make_op(Code.COMBINE, n=3, source=results, out=out, used=USED)
-    run(kernels_of(isa), 1, routed(scores, Flag.NONE), combined)
+    run(on(isa), 1, routed(scores, Flag.NONE), combined)
     share = float(scores.softmax(dim=1)[0, 1])
     torch.testing.assert_close(out, torch.full((1, 3), share))
-    weights, chosen = matrices(isa, Type.F32, 1), torch.empty(USED, SIZE)
+    weights, chosen = matrices(isa, Type.F32, False), torch.empty(USED, SIZE)
     x, bias, alone = torch.randn(1, HIDDEN), torch.zeros(COUNT, SIZE), torch.empty(SIZE)
     addresses = torch.tensor([weight.address for weight in weights])
-    run(kernels_of(isa), 1, routed(scores), multiplied(weights, addresses, x, chosen, bias, Flag.GATHER))
+    run(on(isa), 1, routed(scores), multiplied(weights, addresses, x, chosen, bias, Flag.GATHER))
     for place, expert in enumerate((1, 2, 4)):
-        run(kernels_of(isa), 1, linear(weights[expert], x, alone))
+        run(on(isa), 1, linear(weights[expert], x, alone))
         assert torch.equal(chosen[place], alone)
 
 
@@ -152,5 +136,5 @@ def test_scores_that_are_not_finite_give_results_that_are_not(isa: str, value: f
     scores[2] = value
     out = torch.zeros(4, 5)
     combined = make_op(Code.COMBINE, n=5, source=results, out=out, used=USED)
-    run(kernels_of(isa), 4, routed(scores), combined)
+    run(on(isa), 4, routed(scores), combined)
     assert out.isfinite().all(dim=1).tolist() == [True, True, False, True]

@@ -12,56 +12,30 @@ from torch import Tensor
 from torch.nn import functional
 
 from speculant.errors import ConfigError
-from speculant.kernels import Activation, Code, Flag, Kernels, Op, Pass, Type, open_kernels, reference, usable_sets
+from speculant.kernels import Activation, Code, Kernels, Op, Pass, Type, open_kernels, reference
 from speculant.models import gating, linear
 from tests import fp8
 from tests.examples import examples
+from tests.native import FLOATS, SETS, held, look_up, needs_kernels, on, random, rows_of, run
 
-SETS = usable_sets()
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
-KERNELS = {(isa, threads): open_kernels(isa, threads) for isa in SETS for threads in (1, 2)}
-EXACT_TYPES = {
-    Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16, Type.BF12: torch.bfloat16,
-}  # fmt: skip
-ROUNDED_TYPES = (Type.INT8, Type.Q8_0, Type.Q4_0, Type.Q5_0, Type.Q5_1)
-TYPES = (*EXACT_TYPES, Type.FP8, *ROUNDED_TYPES)
+pytestmark = needs_kernels
+EXACT_TYPES = (*FLOATS, Type.FP8)  # all numbers in a type are multiplied as they are
 SIZES = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 513, 1030]))
 DEEP = 2101  # inputs: enough to lie in streams on every instruction set, some of them with padding
 DEPTHS = st.one_of(SIZES, st.integers(DEEP - 70, DEEP))
 
 
-@pytest.fixture(params=KERNELS, ids=lambda key: f"{key[0]}-{key[1]}")
+@pytest.fixture(params=[(isa, threads) for isa in SETS for threads in (1, 2)], ids=lambda key: f"{key[0]}-{key[1]}")
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    found = KERNELS[request.param]
-    assert found is not None
-    return found
-
-
-def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def rows_of(type_: Type, weight: Tensor) -> Tensor:
-    """Return the rows that a matrix is packed from."""
-    if type_ == Type.FP8:
-        return fp8.encode(weight)
-    return weight.to(EXACT_TYPES[type_]) if type_ in EXACT_TYPES else weight
-
-
-def held(type_: Type, weight: Tensor) -> Tensor:
-    """Return the numbers of a matrix as a type holds them."""
-    return fp8.decode(rows_of(type_, weight), weight.shape[1]) if type_ == Type.FP8 else rows_of(type_, weight)
+    return on(*request.param)
 
 
 def run_linear(
     kernels: Kernels, type_: Type, x: Tensor, weight: Tensor, bias: Tensor | None = None, added: Tensor | None = None
 ) -> Tensor:
     """Return x weight^T (+ bias) (+ added)."""
-    packed = kernels.pack(type_, rows_of(type_, weight))
-    out = torch.empty(len(x), len(weight)) if added is None else added.clone()
-    flags = Flag.NONE if added is None else Flag.ADD
-    kernels.run((Op * 1)(linear(packed, x, out, bias, flags)), Pass(rows=len(x)))
-    return out
+    packed = kernels.pack(type_, rows_of(type_, weight) if type_ in EXACT_TYPES else weight)
+    return run(kernels, packed, x, bias, added)
 
 
 def multiplied(isa: str, type_: Type, x: Tensor) -> Tensor:
@@ -75,15 +49,12 @@ def bound(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @settings(max_examples=examples(25))
-@given(
-    rows=st.integers(0, 40), n=SIZES, k=DEPTHS, exact=st.sampled_from([*EXACT_TYPES, Type.FP8]), seed=st.integers(0, 99)
-)
+@given(rows=st.integers(0, 40), n=SIZES, k=DEPTHS, exact=st.sampled_from(EXACT_TYPES), seed=st.integers(0, 99))
 @pytest.mark.parametrize("isa", SETS)
 def test_linear_is_the_reference(isa: str, rows: int, n: int, k: int, exact: Type, seed: int) -> None:
-    kernels = KERNELS[isa, 2]
-    assert kernels is not None
+    kernels = on(isa)
     x, given = random(rows, k, seed=seed), random(n, k, seed=seed + 1)
-    weight = held(exact, given)
+    weight = held(exact, rows_of(exact, given), k)
     bias, added = random(n, seed=seed + 2), random(rows, n, seed=seed + 3)
     seen = multiplied(isa, exact, x)
     expected = torch.nn.functional.linear(seen.double(), weight.double())
@@ -91,32 +62,6 @@ def test_linear_is_the_reference(isa: str, rows: int, n: int, k: int, exact: Typ
     assert bool(((run_linear(kernels, exact, x, given) - expected).abs() <= slack).all())
     both = run_linear(kernels, exact, x, given, bias, added) - expected - bias - added
     assert bool((both.abs() <= slack + 1e-5).all())
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("depth", [100, DEEP])
-@pytest.mark.parametrize("type_", TYPES)
-def test_a_row_of_a_linear_layer_never_sees_its_neighbours(kernels: Kernels, type_: Type, depth: int) -> None:
-    x, weight = random(300, depth), random(67, depth, seed=1)
-    together = run_linear(kernels, type_, x, weight)
-    for first, rows in ((0, 1), (7, 1), (299, 1), (3, 2), (11, 5), (100, 17), (200, 64), (1, 299)):
-        alone = run_linear(kernels, type_, x[first : first + rows].contiguous(), weight)
-        assert torch.equal(alone, together[first : first + rows])
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("type_", TYPES)
-def test_a_gated_layer_is_its_two_halves(kernels: Kernels, type_: Type, biased: bool) -> None:
-    x, gate, up = random(21, 40), random(50, 40, seed=1), random(50, 40, seed=2)
-    packed = kernels.pack(type_, *(rows_of(type_, half) for half in (gate, up)))
-    biases = random(2, 50, seed=3) if biased else None
-    out = torch.empty(21, 50)
-    kernels.run((Op * 1)(linear(packed, x, out, biases, Flag.GATED, activation=Activation.SILU)), Pass(rows=21))
-    by_half = [None, None] if biases is None else list(biases)
-    halves = [run_linear(kernels, type_, x, half, bias) for half, bias in zip((gate, up), by_half, strict=True)]
-    assert torch.allclose(out, functional.silu(halves[0]) * halves[1], rtol=2e-6, atol=1e-7)
-    assert torch.equal(gated(kernels, *halves), out)
 
 
 def gated(kernels: Kernels, gate: Tensor, up: Tensor) -> Tensor:
@@ -130,9 +75,7 @@ def gated(kernels: Kernels, gate: Tensor, up: Tensor) -> Tensor:
 @given(rows=st.integers(0, 40), n=SIZES, seed=st.integers(0, 99))
 @pytest.mark.parametrize("isa", SETS)
 def test_a_gate_is_the_reference_in_any_rows(isa: str, rows: int, n: int, seed: int) -> None:
-    alone, together = KERNELS[isa, 1], KERNELS[isa, 2]
-    assert alone is not None
-    assert together is not None
+    alone, together = on(isa, 1), on(isa)
     gate, up = random(rows, n, seed=seed, scale=30.0), random(rows, n, seed=seed + 1)
     found = gated(together, gate, up)
     assert torch.allclose(found, functional.silu(gate) * up, rtol=2e-6, atol=1e-7)
@@ -147,21 +90,6 @@ def test_a_gate_writes_the_rows_of_its_pass_alone(kernels: Kernels) -> None:
     kernels.run((Op * 1)(gating(gate, out, 50, Activation.SILU)), Pass(rows=5))
     assert torch.equal(out[5:], before[5:])
     assert out[:5].isnan().nonzero().tolist() == [[3, 7]]
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, 1e-40, 0.0])
-@pytest.mark.parametrize("type_", TYPES)
-def test_a_nan_stays_in_its_row(kernels: Kernels, type_: Type, value: float) -> None:
-    x, weight = random(9, 33), random(20, 33, seed=1)
-    clean = run_linear(kernels, type_, x, weight)
-    x[4, 5] = value
-    dirty = run_linear(kernels, type_, x, weight)
-    others = [row for row in range(9) if row != 4]
-    assert torch.equal(dirty[others], clean[others])
-    assert bool(dirty[4].isfinite().all()) == math.isfinite(value) or value == 3e38
-    if not math.isfinite(value):
-        assert not bool(dirty[4].isfinite().any()), "an overflow must not vanish"
 
 
 @pytest.mark.parametrize(
@@ -220,8 +148,7 @@ def test_every_e4m3_number_is_multiplied_exactly(kernels: Kernels) -> None:
 @given(rows=st.integers(0, 30), n=SIZES, scale=st.sampled_from([1e-20, 1.0, 1e15]))
 @pytest.mark.parametrize("isa", SETS)
 def test_norm_is_the_reference(isa: str, rows: int, n: int, scale: float) -> None:
-    kernels = KERNELS[isa, 2]
-    assert kernels is not None
+    kernels = on(isa)
     x, weight = random(rows, n, scale=scale), random(n, seed=1)
     out = torch.empty(rows, n)
     op = Op(code=Code.NORM, n=n, scale=weight.data_ptr(), source=x.data_ptr(), out=out.data_ptr(), eps=1e-6)
@@ -231,14 +158,12 @@ def test_norm_is_the_reference(isa: str, rows: int, n: int, scale: float) -> Non
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("width", [37, DEEP])
-@pytest.mark.parametrize("type_", [*EXACT_TYPES, Type.FP8])
+@pytest.mark.parametrize("type_", EXACT_TYPES)
 def test_tokens_are_looked_up(kernels: Kernels, type_: Type, width: int) -> None:
     table = random(101, width)
-    tokens = torch.tensor([0, 100, 31, 32, 33, 64, 0])
-    packed, out = kernels.pack(type_, rows_of(type_, table)), torch.empty(7, width)
-    op = Op(code=Code.EMBED, type=type_, n=width, k=101, weight=packed.address, out=out.data_ptr())
-    kernels.run((Op * 1)(op), Pass(rows=7, tokens=tokens.data_ptr()))
-    assert torch.equal(out, held(type_, table)[tokens].float())
+    tokens, rows = torch.tensor([0, 100, 31, 32, 33, 64, 0]), rows_of(type_, table)
+    found = look_up(kernels, kernels.pack(type_, rows), tokens)
+    assert torch.equal(found, held(type_, rows, width)[tokens])
 
 
 def test_a_read_stays_in_its_memory(kernels: Kernels) -> None:

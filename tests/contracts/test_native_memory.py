@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from speculant.kernels import Arena, Kernels, aligned, open_kernels, usable_sets
+from speculant.kernels import Arena, Kernels, aligned
 from tests.examples import examples
+from tests.native import SETS, needs_kernels, on
 
-SETS = usable_sets()
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
-KERNELS = [open_kernels(isa, threads) for isa in SETS for threads in (1, 2)]
+pytestmark = needs_kernels
+KERNELS = [on(isa, threads) for isa in SETS for threads in (1, 2)]
 
 
 @settings(max_examples=examples(50))

@@ -8,24 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels import (
-    Code,
-    Kernels,
-    Lane,
-    Op,
-    Pass,
-    Type,
-    Weight,
-    allocate,
-    open_kernels,
-    packing,
-    panel_rows,
-    usable_sets,
-)
+from speculant.kernels import Kernels, Lane, Type, Weight, allocate, packing, panel_rows
 from tests import fp8
+from tests.native import kernels, look_up, needs_kernels, random
 
-SETS = usable_sets()
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+__all__ = ["kernels"]
+
+pytestmark = needs_kernels
 SPLITS = [[1], [1, 2, 3], [5, 200, 7], [63, 1, 64], [31, 33, 100, 28]]
 PACKED = [
     Type.F32,
@@ -36,15 +25,8 @@ PACKED = [
 ]  # that floats are packed as; coded panels are made of packed ones
 
 
-@pytest.fixture(params=SETS)
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    found = open_kernels(request.param, 2)
-    assert found is not None
-    return found
-
-
 def random_rows(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return random(n, k, seed=seed).to(dtype)
 
 
 def blank(kernels: Kernels, type_: Type, like: Tensor, lanes: int = 1) -> Weight:
@@ -130,10 +112,7 @@ def test_rows_of_int8_keep_their_scales(kernels: Kernels, k: int) -> None:
     assert torch.equal(packed.memory, kernels.pack(Type.INT8, numbers.float()).memory)
     rows[:, :4] = scales = torch.full((96, 1), 0.0371).view(torch.uint8)
     numbers[3, 0], rows[3, 4] = -128, 128
-    found, tokens = torch.empty(96, k), torch.arange(96)
-    packed = kernels.pack(Type.INT8, rows)
-    op = Op(code=Code.EMBED, type=Type.INT8, n=k, k=96, weight=packed.address, out=found.data_ptr())
-    kernels.run((Op * 1)(op), Pass(rows=96, tokens=tokens.data_ptr()))
+    found = look_up(kernels, kernels.pack(Type.INT8, rows))
     assert torch.equal(found, scales.view(torch.float32) * numbers.float())
 
 

@@ -10,23 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels import (
-    Activation,
-    Code,
-    Flag,
-    Kernels,
-    Op,
-    Pass,
-    Type,
-    address,
-    open_kernels,
-    reference,
-    usable_sets,
-)
+from speculant.kernels import Activation, Code, Flag, Kernels, Op, Pass, Type, address, reference
 from speculant.models import Norm, PackedNorm, copying, embedding, gating, linear, normalising
+from tests.native import kernels, needs_kernels, random
 
-SETS = usable_sets()
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+__all__ = ["kernels"]
+pytestmark = needs_kernels
 ROWS = [*range(1, 10), 40]
 PLAIN = [each for each in Activation if not each or each.name.lower() in reference.ACTIVATIONS]  # without a gate's own
 ACTIVATIONS = [each for each in PLAIN if each]
@@ -36,17 +25,6 @@ NORMS = {
     "layer": Norm(1e-5, "layer"),
     "layer with a bias": Norm(1e-3, "layer", bias=True),
 }
-
-
-@pytest.fixture(params=SETS)
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    found = open_kernels(request.param, 2)
-    assert found is not None
-    return found
-
-
-def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def same(some: Tensor, others: Tensor) -> bool:

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from speculant.kernels import NO_TOKEN, NativeSampler, ReferenceSampler, RowDraw, open_kernels, usable_sets
+from speculant.kernels import NO_TOKEN, NativeSampler, ReferenceSampler, RowDraw
 from speculant.params import SamplingParams
 from speculant.sampling import KeyedNoise, Node, Purpose, Stream, distribution, mix, mix_in
 from tests.examples import examples
 from tests.models import make_request
+from tests.native import SETS, needs_kernels, on
 
-SETS = usable_sets()
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+pytestmark = needs_kernels
 TINY = 1e-300  # below it a share may as well be none
 SIZES = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 4095, 4096, 4097, 9000]))
 STEPS = st.sampled_from([0.0, 0.5])
@@ -32,9 +32,7 @@ DISTRIBUTIONS = st.fixed_dictionaries(
 
 @pytest.fixture(params=[(isa, threads) for isa in SETS for threads in (1, 2)], ids=lambda key: f"{key[0]}-{key[1]}")
 def kernels(request: pytest.FixtureRequest) -> NativeSampler:
-    found = open_kernels(*request.param)
-    assert found is not None
-    return NativeSampler(found)
+    return NativeSampler(on(*request.param))
 
 
 def nodes_of(*distributions: dict[str, float]) -> list[Node]:
@@ -54,9 +52,7 @@ def test_distributions_are_the_reference(
     isa: str, distributions: list[dict[str, float]], size: int, seed: int, step: float
 ) -> None:
     logits, nodes = random_logits(len(distributions), size, seed, step), nodes_of(*distributions)
-    kernels = open_kernels(isa, 2)
-    assert kernels is not None
-    expected, found = distribution(logits, nodes), distribution(logits, nodes, NativeSampler(kernels))
+    expected, found = distribution(logits, nodes), distribution(logits, nodes, NativeSampler(on(isa)))
     assert torch.equal(found > TINY, expected > TINY)
     assert torch.allclose(found, expected, rtol=1e-12, atol=TINY)
 
@@ -121,9 +117,7 @@ def test_draws_are_the_reference(isa: str, size: int, seed: int, zeros: float) -
     weights = torch.rand(size, generator=generator, dtype=torch.float64) ** 8
     weights[torch.rand(size, generator=generator) < zeros] = 0.0
     weights[seed % size] = 0.5
-    kernels = open_kernels(isa, 1)
-    assert kernels is not None
-    native = NativeSampler(kernels)
+    native = NativeSampler(on(isa, 1))
     noise, streams = KeyedNoise(seed, 3), Stream(seed, (Purpose.ACCEPT, Purpose.DRAW), 1)
     expected = [source.draw(weights) for source in (noise, noise, streams, streams)]
     noise, streams = KeyedNoise(seed, 3, native), Stream(seed, (Purpose.ACCEPT, Purpose.DRAW), 1, native)

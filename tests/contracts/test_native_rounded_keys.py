@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from speculant.cache import round_heads
-from speculant.kernels import Code, Op, Pass, Type, address, open_kernels, usable_sets
+from speculant.kernels import Code, Op, Pass, Type, address
+from tests.native import SETS, needs_kernels, on
 
-SETS = usable_sets()
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+pytestmark = needs_kernels
 KV_HEADS, ROWS, SLOTS = 3, 64, [9, 4, *range(10, 72)]
 
 
@@ -30,15 +30,14 @@ def numbers(dim: int) -> Tensor:
 
 def stored(isa: str, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the storages of keys and values after a pass that stores these rows."""
-    kernels, dim = open_kernels(isa, 2), x.shape[-1]
-    assert kernels is not None
+    dim = x.shape[-1]
     keys, values = (torch.full((80, KV_HEADS, dim + 4), 77, dtype=torch.int8) for _ in range(2))
     slots, pointers = torch.tensor(SLOTS), [array("Q", [each.data_ptr()]) for each in (keys, values)]
     op = Op(code=Code.ROTATE, type=Type.INT8, heads=0, kv_heads=KV_HEADS, dim=dim, source=x.data_ptr())
-    on = Pass(
+    passed = Pass(
         rows=ROWS, block=16, groups=1, slots=slots.data_ptr(), keys=address(pointers[0]), values=address(pointers[1])
     )
-    kernels.run((Op * 1)(op), on)
+    on(isa).run((Op * 1)(op), passed)
     return keys, values
 
 

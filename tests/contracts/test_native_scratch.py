@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Collection
@@ -13,13 +14,15 @@ import torch
 from torch import Tensor
 
 from speculant.cache import slotted_cache
-from speculant.kernels import MOST_DIM, MOST_GROUP, open_kernels, usable_sets
+from speculant.kernels import MOST_DIM, MOST_GROUP, usable_sets
 from speculant.models import Decoder, Mlp, NativeDecoder, SequenceInput, build_batch
 from speculant.types import DraftTree
 from tests.descriptions import describe_pair
 from tests.exactness.test_native_decoder import make_native, packed
+from tests.native import needs_kernels, on
 
-pytestmark = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+pytestmark = needs_kernels
+measured = pytest.mark.skipif("ASAN_OPTIONS" in os.environ, reason="sanitizers take memory of their own")
 ROOT = Path(__file__).parents[2]
 
 # Programs of their own: the limit of a stack holds for threads that start after it, peak memory for a process. Each
@@ -93,11 +96,13 @@ def run(program: str, cases: Collection[object], stack: str = "unlimited") -> li
     return [line.split() for line in done.stdout.splitlines()]
 
 
+@measured
 @pytest.mark.slow
 def test_the_largest_attention_needs_no_large_stack() -> None:
     assert run(LARGEST, usable_sets(), stack="512") == [[isa, "done"] for isa in usable_sets()]
 
 
+@measured
 @pytest.mark.slow
 def test_scratch_of_attention_does_not_grow_with_the_context() -> None:
     """Softmaxes of every row, head and span take 1, 4 and 69 MiB. Sixteen threads may keep 8 MiB beside them."""
@@ -144,6 +149,7 @@ in_children(run)
 )
 
 
+@measured
 @pytest.mark.slow
 def test_passes_keep_no_more_scratch_than_is_counted() -> None:
     rows = {2048: 1024, 2**16: 64}  # for each number of positions
@@ -188,6 +194,7 @@ in_children(run)
 )
 
 
+@measured
 @pytest.mark.slow
 def test_runs_and_drafts_of_a_thread_share_scratch() -> None:
     """16 rows after 60,000 tokens use all memory that there is for softmaxes of spans."""
@@ -223,12 +230,11 @@ def test_buffers_and_angles_are_counted(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 300])
 def test_buffers_of_an_encoder_are_counted(rows: int) -> None:
     """Its rows are wider than those of the decoder."""
-    config, kernels = describe_pair(vocab_size=40), open_kernels(threads=2)
+    config = describe_pair(vocab_size=40)
     assert config.encoder is not None
-    assert kernels is not None
     wide = tuple(replace(layer, mlp=Mlp(5000)) for layer in config.encoder.layers)
     decoder = Decoder(replace(config, encoder=replace(config.encoder, layers=wide)))
-    model = packed(decoder.requires_grad_(False), kernels)
+    model = packed(decoder.requires_grad_(False), on())
     cache = slotted_cache(model.cache_shape, 1, 1000)
     batch = build_batch([SequenceInput(1, [1] * rows, DraftTree.empty())], cache, torch.device("cpu"))
     with torch.inference_mode():

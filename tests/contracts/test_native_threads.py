@@ -13,19 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.kernels import Op, Pass, Type, open_kernels, usable_sets
+from speculant.kernels import Op, Pass, Type
 from speculant.models import linear
+from tests.native import needs_kernels, on
 
-pytestmark = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+pytestmark = needs_kernels
 TASKS = "/proc/self/task"  # a folder for each thread
 PATIENCE = 20.0  # seconds until a thread that ends has ended
 
 
 def run_layers(threads: int, layers: int = 20) -> Tensor:
     """Run linear layers on 5 rows, each on the output of the one before, in one call."""
-    kernels = open_kernels(threads=threads)
-    assert kernels is not None
-    generator = torch.Generator().manual_seed(0)
+    kernels, generator = on(threads=threads), torch.Generator().manual_seed(0)
     packed = kernels.pack(Type.F32, torch.randn(96, 96, generator=generator) / 96**0.5)
     rows = [torch.randn(5, 96, generator=generator), *(torch.empty(5, 96) for _ in range(layers))]
     ops = [linear(packed, x, out) for x, out in itertools.pairwise(rows)]

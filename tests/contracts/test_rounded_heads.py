@@ -18,9 +18,10 @@ from speculant.engine import DraftSample, Precision, drawn, hosting, precision
 from speculant.errors import ConfigError, ModelError
 from speculant.models import load_model
 from speculant.types import DraftTree
-from tests.exactness.test_native_decoder import SETS, make_native, tokens_of
+from tests.exactness.test_native_decoder import make_native, tokens_of
 from tests.heads import WRITERS, Shown, head_context
 from tests.models import Checkpoints, make_request
+from tests.native import SETS
 
 KIND = "speculant.drafting"
 TYPES = ("int8", "int4")

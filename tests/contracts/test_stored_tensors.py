@@ -16,10 +16,10 @@ from speculant.models import (
     Plus,
     Rows,
     Stacked,
-    TensorFiles,
     TensorMap,
     Transposed,
     Unpaired,
+    open_file,
 )
 from tests.unit.models.families import FEW, make_pair, thinned_cases
 
@@ -61,7 +61,7 @@ def test_all_operations_have_an_inverse(tmp_path: Path) -> None:
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     file = tmp_path / "model.safetensors"
     save_tensors(tensors, names, file)
-    found = Mapped(TensorFiles.of_file(file), shapes, names)
-    assert {*TensorFiles.of_file(file).names()} == {"both", "pairs", "rows", "wide", "e", "stack"}
+    found = Mapped(open_file(file), shapes, names)
+    assert {*open_file(file).names()} == {"both", "pairs", "rows", "wide", "e", "stack"}
     for name, tensor in tensors.items():
         torch.testing.assert_close(found.read(name), tensor)

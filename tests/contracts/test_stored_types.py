@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from speculant.kernels import Code, Kernels, Type, open_kernels, usable_sets
+from speculant.kernels import Code, Type
 from speculant.models import Decoder, NativeDecoder, PackedDecoder, PackedMlp, WeightCache, WeightStore
 from speculant.models.weights import cache as weight_cache
 from tests.exactness.test_native_decoder import CACHES, feed, make_decoder, packed, tokens_of
+from tests.native import SETS, needs_kernels, on
 from tests.stored_weights import ModuleWeights, StoredAs, decoded, stored
 
-SETS = usable_sets()
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+pytestmark = needs_kernels
 SIZES: dict[str, object] = {
     "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_heads": 4, "num_kv_heads": 2,
     "qkv_bias": True, "output_bias": True, "mlp_bias": True,
@@ -48,13 +48,7 @@ def make(mix: str, isa: str = SETS[0] if SETS else "", threads: int = 2, dtype: 
     """Return a native model, and one of torch in float32 with the same numbers."""
     decoder = small(**changes)
     weights = stored(decoder, MIXES[mix])
-    return NativeDecoder(decoder.config, weights, dtype, opened(isa, threads)), decoded(decoder, weights)
-
-
-def opened(isa: str = SETS[0] if SETS else "", threads: int = 2) -> Kernels:
-    kernels = open_kernels(isa, threads)
-    assert kernels is not None
-    return kernels
+    return NativeDecoder(decoder.config, weights, dtype, on(isa, threads)), decoded(decoder, weights)
 
 
 @pytest.mark.covering(1)
@@ -113,7 +107,7 @@ def test_vectors_of_blocks_are_not_rounded(mix: str) -> None:
     assert found.norm is not None
     assert torch.equal(found.norm.scale, scale)
     assert torch.equal(found.layers[1].mlp.down_bias, bias)  # type: ignore[arg-type]
-    plain = NativeDecoder(decoder.config, ModuleWeights(decoder), torch.bfloat16, opened()).packed
+    plain = NativeDecoder(decoder.config, ModuleWeights(decoder), torch.bfloat16, on()).packed
     assert plain.norm is not None
     assert torch.equal(plain.norm.scale, scale.bfloat16().float())
     assert not torch.equal(plain.norm.scale, scale)
@@ -139,8 +133,8 @@ def test_a_gate_that_is_multiplied_alone_changes_no_bit(isa: str) -> None:
     """Numbers of float16 give the same bits in float32, and then gate and up have one type."""
     decoder = small()
     weights = StoredAs(ModuleWeights(decoder), {GATE: "F16"})
-    apart = NativeDecoder(decoder.config, weights, torch.float32, opened(isa))
-    together = packed(decoded(decoder, weights), opened(isa))
+    apart = NativeDecoder(decoder.config, weights, torch.float32, on(isa))
+    together = packed(decoded(decoder, weights), on(isa))
     assert [len(model.packed.layers[0].mlp.inner) for model in (apart, together)] == [2, 1]
     tokens, chunks = tokens_of(1)[:120], [1, 2, 5, 64, 48]
     seen, expected = (feed(each, CACHES["paged"](each.cache_shape), 1, tokens, chunks) for each in (apart, together))
@@ -149,8 +143,8 @@ def test_a_gate_that_is_multiplied_alone_changes_no_bit(isa: str) -> None:
 
 def test_float16_weights_take_half_the_bytes_with_the_same_bits() -> None:
     decoder = small().half()
-    halves = NativeDecoder(decoder.config, ModuleWeights(decoder), torch.float32, opened())
-    floats = packed(decoder.float(), opened())
+    halves = NativeDecoder(decoder.config, ModuleWeights(decoder), torch.float32, on())
+    floats = packed(decoder.float(), on())
     tokens, chunks = tokens_of(1)[:120], [1, 2, 5, 64, 48]
     seen, expected = (feed(each, CACHES["paged"](each.cache_shape), 1, tokens, chunks) for each in (halves, floats))
     assert torch.equal(seen, expected)
@@ -162,7 +156,7 @@ def test_packed_weights_of_every_type_are_mapped_again(
     mix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_cache, "LEAST_BYTES", 0)
-    decoder, kernels = small(), opened()
+    decoder, kernels = small(), on()
     tokens, found = tokens_of(3)[:40], []
     for _ in range(2):
         store = WeightStore(WeightCache(tmp_path, kernels), ["a model"])
@@ -186,7 +180,7 @@ def matrices_of(model: PackedDecoder) -> set[int]:
 def test_only_bfloat16_is_stored_in_12_bits(coded: bool) -> None:
     decoder = small()
     weights = StoredAs(ModuleWeights(decoder), MIXES["halves"])
-    model = NativeDecoder(decoder.config, weights, torch.bfloat16, opened(), coded=coded).packed
+    model = NativeDecoder(decoder.config, weights, torch.bfloat16, on(), coded=coded).packed
     bfloat16 = Type.BF12 if coded else Type.BF16
     assert [layer.mlp.down.type for layer in model.layers] == [bfloat16] * 2
     assert [weight.type for weight in model.layers[0].mlp.inner] == [Type.Q8_0, bfloat16]

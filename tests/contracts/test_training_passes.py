@@ -97,12 +97,13 @@ def test_gradients_reach_every_parameter_through_sources(pair: Decoder) -> None:
 
 @torch.inference_mode()
 def test_look_ahead_rows_are_those_of_a_pass(model: Decoder) -> None:
-    text, places = random_tokens(LENGTH), torch.tensor([0, 3, 11, 20])
+    texts, places = [random_tokens(LENGTH, seed) for seed in range(2)], torch.tensor([0, 3, 11, 20])
     inputs = model.model.embed_tokens.weight[:3]
-    made = look_ahead_states(model, torch.tensor([text]), places, inputs)[0]
-    for index, place in enumerate(places.tolist()):
-        expected = fresh_ahead(model, text[: place + 1], inputs)
-        torch.testing.assert_close(made[index], expected, **CLOSE)
+    made = look_ahead_states(model, torch.tensor(texts), places, inputs)
+    for row, text in enumerate(texts):
+        for index, place in enumerate(places.tolist()):
+            expected = fresh_ahead(model, text[: place + 1], inputs)
+            torch.testing.assert_close(made[row, index], expected, **CLOSE)
 
 
 def test_gradients_reach_every_parameter(model: Decoder) -> None:

@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 
-from speculant.config import Limits
-from speculant.drafting import Drafter, NgramDrafter, NgramOptions, ParallelChains, StaticTree, TreeTopology
-from speculant.lab.exactness import EXACT, FULL_SUPPORT, History, Pair, TableModel
+from speculant.drafting import ParallelChains, StaticTree, TreeTopology
+from speculant.lab.exactness import FULL_SUPPORT, History, Pair, TableModel
 from speculant.params import SamplingParams
-from speculant.sampling import Chances
 from tests.exactness import speculation
 from tests.exactness.distributions import transformed
 from tests.exactness.selection import combinations
-from tests.exactness.speculation import draft_model, enumerate_case
-from tests.exactness.test_constraints import BRANCHING, DRAFTERS, LOSSLESS, scripted
-from tests.exactness.test_tree_distributions import drafting
+from tests.exactness.speculation import BRANCHING, LOSSLESS, assert_exact, draft_model, ngram, scripted
+from tests.exactness.test_constraints import DRAFTERS
 from tests.examples import examples
 from tests.fakes import ROOMY, build_rig
 
@@ -56,16 +53,6 @@ def _completes(output: Sequence[int], words: Sequence[Any]) -> bool:
     return any(tuple(output[-len(word) :]) == tuple(word) for word in words)
 
 
-def assert_exact(case: Case) -> float:
-    found = enumerate_case(case)
-    assert found.deviation() <= EXACT, case
-    return found.mean_accepted
-
-
-def ngram(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
-    return NgramDrafter(NgramOptions())
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("verifier", LOSSLESS)
@@ -90,7 +77,10 @@ QUICK_TREES = {
     ("topology", "verifier", "rule"), combinations(lambda *each: each in QUICK_TREES, TOPOLOGIES, BRANCHING, RULES)
 )
 def test_trees(topology: str, verifier: str, rule: str) -> None:
-    params, make = SamplingParams(max_tokens=None, **RULES[rule]), functools.partial(drafting, TOPOLOGIES[topology])
+    params, make = (
+        SamplingParams(max_tokens=None, **RULES[rule]),
+        functools.partial(draft_model, topology=TOPOLOGIES[topology]),
+    )
     assert_exact(Case(Pair(2, 4, FULL_SUPPORT), 3, params, verifier, width=8, make_drafter=make))
 
 

@@ -26,9 +26,8 @@ from speculant.types import Request
 from tests.automata import Automaton, AutomatonConstraint, ForcingAutomaton, ForcingConstraint
 from tests.exactness.distributions import transformed
 from tests.exactness.selection import slow_but
-from tests.exactness.speculation import MakeDrafter, draft_model
-from tests.exactness.test_tree_distributions import drafting, of_two_models
-from tests.fakes import ROOMY, ScriptedDrafter, build_rig, known_verifiers, model_drafter, slotted
+from tests.exactness.speculation import BRANCHING, LOSSLESS, MakeDrafter, draft_model, ngram, of_two_models, scripted
+from tests.fakes import ROOMY, build_rig, model_drafter, slotted
 
 AUTOMATON = Automaton(
     {
@@ -40,8 +39,6 @@ AUTOMATON = Automaton(
     }
 )
 PAIR = Pair(2, 4, FULL_SUPPORT)
-LOSSLESS = [name for name, verifier in known_verifiers().items() if verifier.lossless]
-BRANCHING = [name for name in LOSSLESS if known_verifiers()[name].needs.branches]
 
 
 @dataclass(frozen=True)
@@ -94,15 +91,6 @@ def assert_exact(case: Case) -> float:
     return found.mean_accepted
 
 
-def scripted(*tokens: int) -> MakeDrafter:
-    """Propose the same chain everywhere, whatever the constraint says."""
-    return lambda pair, chances, limits: ScriptedDrafter(lambda request: tokens)
-
-
-def ngram(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
-    return NgramDrafter(NgramOptions())
-
-
 def synthetic(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
     drafter = SyntheticDrafter(Rate(0.7), pair.vocab_size)
     drafter._scripts[(), (0, 1, 2, 0)] = [0, 1, 2, 1, 1]
@@ -124,7 +112,7 @@ def test_constrained_chains_of_a_draft_model(verifier: str) -> None:
     "topology", [StaticTree.of_widths([2, 1]), ParallelChains((0, 0), 2)], ids=["static", "parallel"]
 )
 def test_constrained_trees(topology: StaticTree | ParallelChains, verifier: str) -> None:
-    make = functools.partial(drafting, topology)
+    make = functools.partial(draft_model, topology=topology)
     accepted = assert_exact(Case(PAIR, 3, verification=verifier, width=8, make_drafter=make))
     assert accepted > 0.3
 
@@ -168,7 +156,7 @@ def test_forced_tokens_are_drafts(make: MakeDrafter, verifier: str) -> None:
 
 @pytest.mark.parametrize("verifier", BRANCHING)
 def test_forced_tokens_beside_trees(verifier: str) -> None:
-    make = functools.partial(drafting, StaticTree.of_widths([2, 1]))
+    make = functools.partial(draft_model, topology=StaticTree.of_widths([2, 1]))
     assert_exact(Case(PAIR, 3, verification=verifier, width=8, make_drafter=make, automaton=FORCING))
 
 

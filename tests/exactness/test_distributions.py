@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -22,8 +21,6 @@ from speculant.drafting import (
     LookupDrafter,
     LookupOptions,
     ModelDrafter,
-    NgramDrafter,
-    NgramOptions,
     SuffixDrafter,
     SuffixOptions,
 )
@@ -31,8 +28,9 @@ from speculant.lab.exactness import EXACT, FULL_SUPPORT, NODE_KINDS, Pair, Table
 from speculant.params import SamplingParams
 from speculant.sampling import Chances
 from speculant.types import DraftTree, Request
+from tests.exactness import speculation
 from tests.exactness.distributions import mean_accepted
-from tests.exactness.speculation import Case, MakeDrafter, draft_model, enumerate_case
+from tests.exactness.speculation import Case, MakeDrafter, draft_model, enumerate_case, ngram
 from tests.examples import examples
 from tests.fakes import ScriptedDrafter, few_blocks, model_drafter, slotted
 from tests.models import make_request
@@ -90,16 +88,11 @@ def test_there_are_enough_pairs() -> None:
     assert sum(SIZES.values()) >= 500
 
 
+@pytest.mark.parametrize(("verifier", "share"), [("rejection", 1), ("match", 4)])
 @pytest.mark.parametrize(("vocab_size", "length"), SIZES)
-def test_rejection_keeps_the_distribution(vocab_size: int, length: int) -> None:
-    for seed in range(examples(SIZES[vocab_size, length], least=1)):
-        assert_exact(Case(Pair(seed, vocab_size), length, width=8))
-
-
-@pytest.mark.parametrize(("vocab_size", "length"), SIZES)
-def test_match_keeps_the_distribution(vocab_size: int, length: int) -> None:
-    for seed in range(examples(SIZES[vocab_size, length] // 4, least=1)):
-        assert_exact(Case(Pair(seed, vocab_size), length, verification="match", width=8))
+def test_chains_keep_the_distribution(vocab_size: int, length: int, verifier: str, share: int) -> None:
+    for seed in range(examples(SIZES[vocab_size, length] // share, least=1)):
+        assert_exact(Case(Pair(seed, vocab_size), length, verification=verifier, width=8))
 
 
 @pytest.mark.covering(1)
@@ -164,7 +157,7 @@ def test_drafts_that_end_with_an_unsure_token(verifier: str, temperature: float)
     make = functools.partial(unsure, sizes=sizes)
     for seed, vocab_size in enumerate((2, 3, 3, 4, 4)):
         case = Case(Pair(seed, vocab_size), 3, params, verifier, width=8, make_drafter=make)
-        assert enumerate_case(case).deviation() <= EXACT, case
+        speculation.assert_exact(case)
     assert sizes >= {1, 2, 3}
 
 
@@ -172,7 +165,7 @@ def test_drafts_that_end_with_an_unsure_token(verifier: str, temperature: float)
 def test_several_steps_that_end_with_an_unsure_token(verifier: str) -> None:
     for seed in range(3):
         case = Case(Pair(seed, 2), 2, verification=verifier, steps=2, width=8, make_drafter=unsure)
-        assert enumerate_case(case).deviation() <= EXACT, case
+        speculation.assert_exact(case)
 
 
 @pytest.mark.parametrize("budget", [2, 3, 5])
@@ -205,18 +198,6 @@ def test_max_tokens_within_a_draft() -> None:
             assert found.deviation() <= EXACT
 
 
-def ngram(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
-    return NgramDrafter(NgramOptions())
-
-
-@pytest.mark.parametrize("verifier", ["auto", "match", "rejection"])
-def test_ngram_drafts(verifier: str) -> None:
-    for seed in range(examples(10, least=3)):
-        case = Case(Pair(seed, 3), 3, verification=verifier, prompt=(0, 1, 2, 0, 1, 0), make_drafter=ngram, width=8)
-        assert_exact(case)
-        assert_exact(Case(Pair(seed, 2), 2, verification=verifier, prompt=(0, 1, 0), steps=2, make_drafter=ngram))
-
-
 def lookup(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
     return LookupDrafter(LookupOptions())
 
@@ -229,26 +210,13 @@ def suffix(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
     return drafter
 
 
-@pytest.mark.parametrize("make_drafter", [lookup, suffix])
+@pytest.mark.parametrize("make", [ngram, lookup, suffix])
 @pytest.mark.parametrize("verifier", ["auto", "rejection"])
-def test_copied_drafts(verifier: str, make_drafter: MakeDrafter) -> None:
+def test_copied_drafts_in_two_steps(verifier: str, make: MakeDrafter) -> None:
     for seed in range(examples(5, least=2)):
-        case = Case(Pair(seed, 3), 3, verification=verifier, prompt=(0, 1, 2, 0, 1, 0), width=8)
-        assert_exact(replace(case, make_drafter=make_drafter))
-        short = Case(Pair(seed, 2), 2, verification=verifier, prompt=(0, 1, 0), steps=2)
-        assert_exact(replace(short, make_drafter=make_drafter))
-
-
-def scripted_chain(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
-    """Propose a fixed token at every depth, whatever the context."""
-    return ScriptedDrafter(lambda request: [pair.seed % pair.vocab_size, 0, pair.vocab_size - 1])
-
-
-@pytest.mark.parametrize("verifier", ["auto", "match", "rejection"])
-def test_scripted_chains(verifier: str) -> None:
-    for seed in range(12):
-        case = Case(Pair(seed, 3), 3, verification=verifier, make_drafter=scripted_chain)
-        assert enumerate_case(case).deviation() <= EXACT
+        speculation.assert_exact(
+            Case(Pair(seed, 2), 2, verification=verifier, prompt=(0, 1, 0), steps=2, make_drafter=make)
+        )
 
 
 # Shapes whose siblings have different tokens: (tokens, parents).
@@ -282,4 +250,4 @@ def test_one_hot_trees(index: int) -> None:
                 make_drafter=lambda pair, chances, limits: tree_drafter(index),
                 width=8,
             )
-            assert enumerate_case(case).deviation() <= EXACT
+            speculation.assert_exact(case)

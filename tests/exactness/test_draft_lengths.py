@@ -13,7 +13,7 @@ import pytest
 
 from speculant.config import Limits
 from speculant.drafting import Drafter, FallbackDrafter, NgramDrafter, NgramOptions, SubDrafter
-from speculant.lab.exactness import EXACT, Pair
+from speculant.lab.exactness import Pair
 from speculant.lengths import (
     Adaptive,
     Confidence,
@@ -29,7 +29,7 @@ from speculant.params import SamplingParams
 from speculant.sampling import Chances
 from speculant.scheduling import Schedule
 from speculant.types import Request
-from tests.exactness.speculation import Case, draft_model, enumerate_case
+from tests.exactness.speculation import Case, assert_exact, draft_model
 from tests.examples import examples, sizes
 
 TIMING = StepTiming(0.0, 0.5, 1.5)  # about what `adaptive` expects
@@ -88,8 +88,7 @@ def ngram(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
 
 def check(case: Case, make: Callable[[], Policy]) -> tuple[Counter[int], Counter[bool]]:
     lengths, cut = Counter[int](), Counter[bool]()
-    found = enumerate_case(replace(case, policy=lambda: Apart(make, lengths, cut)))
-    assert found.deviation() <= EXACT, case
+    assert_exact(replace(case, policy=lambda: Apart(make, lengths, cut)))
     return lengths, cut
 
 
@@ -140,6 +139,6 @@ def test_selection_keeps_the_distribution(vocab_size: int, verifier: str, monkey
         Pair(0, vocab_size), 3, verification=verifier, prompt=prompt, steps=2, idle=1, width=8,
         make_drafter=make, policy=policy,
     )  # fmt: skip
-    assert enumerate_case(case).deviation() <= EXACT, case
+    assert_exact(case)
     assert preferred[True], "no looked-up draft was ever preferred"
     assert preferred[False], "none was ever passed over"

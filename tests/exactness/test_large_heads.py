@@ -15,11 +15,12 @@ from speculant.cache import paged_cache
 from speculant.drafting import Drafter, HeadFolder
 from speculant.models import CausalLM, HeadDecoder, NativeHead, SequenceInput, build_batch
 from speculant.types import DraftTree
-from tests.exactness.test_native_decoder import SETS, make_decoder, make_native, tokens_of
+from tests.exactness.test_native_decoder import make_decoder, make_native, tokens_of
 from tests.heads import Shown, head_context, write_eagle, write_eagle3
 from tests.models import make_request
+from tests.native import needs_kernels
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+pytestmark = needs_kernels
 DTYPES = [torch.float32, torch.bfloat16]
 WRITERS = {"eagle": write_eagle, "eagle3": write_eagle3}
 

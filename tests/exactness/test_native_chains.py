@@ -16,10 +16,11 @@ from speculant.params import SamplingParams
 from speculant.sampling import KeyedChances, MostLikely
 from speculant.types import DraftTree
 from tests.automata import Automaton
-from tests.exactness.test_native_decoder import SETS, make_decoder, make_native, packed, tokens_of
+from tests.exactness.test_native_decoder import make_decoder, make_native, packed, tokens_of
 from tests.models import make_request
+from tests.native import SETS, needs_kernels
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+pytestmark = needs_kernels
 
 DISTRIBUTIONS = [
     {"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.2, "top_p": 0.9}, {"temperature": 2.0, "top_k": 7},

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.errors import ModelError
-from speculant.kernels import Kernels, open_kernels, usable_sets
+from speculant.kernels import Kernels
 from speculant.models import ROUNDINGS, Clamped, Decoder, Experts, NativeDecoder, Rounding, SequenceInput, build_batch
 from speculant.types import DraftTree
 from tests.descriptions import describe
+from tests.native import SETS, needs_kernels, on
 from tests.stored_weights import ModuleWeights
 
-SETS = usable_sets()
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+pytestmark = needs_kernels
 CPU = torch.device("cpu")
 NUM_TOKENS = 640  # beyond one span of 512 keys
 VARIANTS: dict[str, dict[str, object]] = {
@@ -49,9 +49,7 @@ def make_decoder(dtype: torch.dtype = torch.float32, **changes: object) -> Decod
 
 def make_native(isa: str = SETS[0] if SETS else "", quantization: Rounding | None = None, threads: int = 2,
                 dtype: torch.dtype = torch.float32, **changes: object) -> NativeDecoder:  # fmt: skip
-    kernels = open_kernels(isa, threads)
-    assert isinstance(kernels, Kernels)
-    return packed(make_decoder(dtype, **changes), kernels, quantization)
+    return packed(make_decoder(dtype, **changes), on(isa, threads), quantization)
 
 
 def packed(
@@ -117,8 +115,7 @@ def test_bfloat16_logits_are_near_the_reference_s(isa: str, variant: str) -> Non
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_of_coded_weights_are_plain_ones(isa: str, variant: str) -> None:
     """Bit for bit, for a prompt in chunks of all sizes and for single rows; and most weights take 12 bits."""
-    decoder, kernels = make_decoder(torch.bfloat16, **VARIANTS[variant]), open_kernels(isa, 2)
-    assert kernels is not None
+    decoder, kernels = make_decoder(torch.bfloat16, **VARIANTS[variant]), on(isa)
     plain, coded = packed(decoder, kernels), packed(decoder, kernels, coded=True)
     tokens, chunks = tokens_of(1, decoder.vocab_size), [1, 2, 3, 5, 8, 9, 17, 64, 130, 399, 1, 1]
     seen, expected = (feed(each, CACHES["paged"](plain.cache_shape), 1, tokens, chunks) for each in (coded, plain))
@@ -218,8 +215,7 @@ def test_refuses_to_quantise_what_is_not_finite(name: str, quantization: str, va
     """A weight must be finite in the type it is first rounded to: 3.4e38 is infinite in bfloat16."""
     decoder = make_decoder()
     decoder.get_parameter(name)[3, 5] = value
-    kernels = open_kernels(SETS[0], 2)
-    assert kernels is not None
+    kernels = on()
     with pytest.raises(ModelError, match=f"{name} .*{quantization}"):
         NativeDecoder(decoder.config, ModuleWeights(decoder), torch.bfloat16, kernels, ROUNDINGS[quantization])
     packed(decoder, kernels)

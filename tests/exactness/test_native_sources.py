@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
+from speculant.cache import KVCache
 from speculant.drafting import HeadFolder
 from speculant.drafting.heads import eagle
 from speculant.errors import RequestError
-from speculant.kernels import Kernels, NativeSampler, Type, open_kernels, usable_sets
+from speculant.kernels import NativeSampler, Type
 from speculant.models import (
     ROUNDINGS,
     Chain,
     Decoder,
     NativeDecoder,
     Norm,
-    Rounding,
     SequenceInput,
     build_batch,
     pass_matrices,
@@ -31,12 +30,12 @@ from speculant.params import SamplingParams
 from speculant.sampling import KeyedChances, sampling_settings
 from speculant.types import DraftTree
 from tests.descriptions import BART, describe_pair
+from tests.exactness.test_native_decoder import CACHES, packed
 from tests.heads import write_eagle
 from tests.models import make_request
-from tests.stored_weights import ModuleWeights
+from tests.native import SETS, needs_kernels, on
 
-SETS = usable_sets()
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+pytestmark = needs_kernels
 CPU = torch.device("cpu")
 VARIANTS: dict[str, dict[str, Any]] = {
     "T5": {},
@@ -50,12 +49,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 LENGTHS = [1, 63, 64, 65, 512, 513, 700]
 TEXT = 150  # beyond max_distance
 SOURCE, OTHERS = -1, (-2, -3)  # their sequences
-MakeCache = Callable[[CacheShape], KVCache]
-CACHES: dict[str, MakeCache] = {
-    "slotted": lambda shape: slotted_cache(shape, 8, 1024),
-    "paged": lambda shape: paged_cache(shape, 8 * 1024 // 16, 16),
-    "paged by 5": lambda shape: paged_cache(shape, 1024, 5),
-}
 Model = Decoder | NativeDecoder
 
 
@@ -67,20 +60,6 @@ def make_reference(dtype: torch.dtype = torch.float32, **changes: Any) -> Decode
         parameter.copy_((1 if name.endswith("norm.weight") else 0) + scale * torch.randn(parameter.shape))
     decoder.tie_head()
     return decoder.to(dtype)
-
-
-def opened(isa: str = SETS[0] if SETS else "", threads: int = 2) -> Kernels:
-    kernels = open_kernels(isa, threads)
-    assert kernels is not None
-    return kernels
-
-
-def packed(
-    decoder: Decoder, kernels: Kernels, quantization: Rounding | None = None, coded: bool = False
-) -> NativeDecoder:
-    """Pack a model's own parameters; coded = in 12 bits a weight."""
-    dtype = decoder.cache_shape.dtype
-    return NativeDecoder(decoder.config, ModuleWeights(decoder), dtype, kernels, quantization, coded)
 
 
 def tokens_of(seed: int, count: int, vocab_size: int = 96) -> list[int]:
@@ -121,7 +100,7 @@ def logits(model: Model, length: int, cache: str = "paged", chunks: Sequence[int
 @pytest.mark.parametrize("isa", SETS)
 def test_logits_of_sources_are_the_reference_s(isa: str, variant: str, length: int) -> None:
     decoder = make_reference(**VARIANTS[variant])
-    found, expected = logits(packed(decoder, opened(isa)), length), logits(decoder.double(), length)
+    found, expected = logits(packed(decoder, on(isa)), length), logits(decoder.double(), length)
     for seen, known in zip(found, expected, strict=True):
         assert float((seen - known).abs().max()) < 1e-4 * max(1.0, float(known.abs().max()))
 
@@ -135,7 +114,7 @@ def test_bfloat16_logits_of_sources_are_near(isa: str, variant: str) -> None:
     One set also rounds activations. Torch rounds them in each layer's every operation, so its error is the larger one.
     """
     decoder = make_reference(torch.bfloat16, **VARIANTS[variant])
-    found, rounded = logits(packed(decoder, opened(isa)), 65), logits(decoder, 65)
+    found, rounded = logits(packed(decoder, on(isa)), 65), logits(decoder, 65)
     expected = logits(decoder.float().storing_keys_as(torch.bfloat16), 65)
     for seen, known, torchs in zip(found, expected, rounded, strict=True):
         most = float((torchs - known).norm()) if isa == "avx512bf16" else 0.003 * float(known.norm())
@@ -146,7 +125,7 @@ def test_bfloat16_logits_of_sources_are_near(isa: str, variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("isa", SETS)
 def test_logits_of_sources_of_coded_weights_are_plain_ones(isa: str, variant: str) -> None:
-    decoder, kernels = make_reference(torch.bfloat16, **VARIANTS[variant]), opened(isa)
+    decoder, kernels = make_reference(torch.bfloat16, **VARIANTS[variant]), on(isa)
     chunks = [1, 2, 3, 17, 64, 63]
     plain, coded = (logits(packed(decoder, kernels, coded=each), 131, chunks=chunks) for each in (False, True))
     for one, other in zip(plain, coded, strict=True):
@@ -163,7 +142,7 @@ def test_chunks_and_threads_change_no_bit_of_sources(
 ) -> None:
     decoder = make_reference(dtype, **VARIANTS[variant])
     rounding = ROUNDINGS[quantization] if quantization else None
-    native, alone = (packed(decoder, opened(threads=threads), rounding) for threads in (2, 1))
+    native, alone = (packed(decoder, on(threads=threads), rounding) for threads in (2, 1))
     if stored is not None:
         native, alone = native.storing_keys_as(stored), alone.storing_keys_as(stored)
     for length in (5, 700):
@@ -183,7 +162,7 @@ def test_chunks_and_threads_change_no_bit_of_sources(
 @torch.inference_mode()
 def test_rounded_keys_of_sources_are_near_the_reference_s(isa: str, length: int) -> None:
     decoder = make_reference()
-    native = packed(decoder, opened(isa)).storing_keys_as(torch.int8)
+    native = packed(decoder, on(isa)).storing_keys_as(torch.int8)
     found, expected = logits(native, length), logits(decoder.storing_keys_as(torch.int8), length)
     for seen, known in zip(found, expected, strict=True):
         assert float((seen - known).norm() / known.norm()) < 1e-3
@@ -195,7 +174,7 @@ def test_rounded_keys_of_sources_are_near_the_reference_s(isa: str, length: int)
 @torch.inference_mode()
 def test_a_source_never_sees_its_neighbours(rows: int, quantization: str | None) -> None:
     """Sources encoded beside others, and texts fed beside others with the same source or another one."""
-    native = packed(make_reference(torch.bfloat16), opened(), ROUNDINGS[quantization] if quantization else None)
+    native = packed(make_reference(torch.bfloat16), on(), ROUNDINGS[quantization] if quantization else None)
     source, others = tokens_of(7, 65), [tokens_of(seed, rows) for seed in (8, 9)]
     cache, alone = (CACHES["paged by 5"](native.cache_shape) for _ in range(2))
     (expected,) = encode(native, alone, {SOURCE: source})
@@ -224,7 +203,7 @@ def test_a_source_never_sees_its_neighbours(rows: int, quantization: str | None)
 @torch.inference_mode()
 def test_a_path_of_a_tree_with_a_source_is_a_chain(dtype: torch.dtype, context: int, length: int) -> None:
     """The logits along a path, and those after it is kept, equal those of the path alone."""
-    native = packed(make_reference(dtype), opened())
+    native = packed(make_reference(dtype), on())
     text, size = tokens_of(4, context + 5), native.vocab_size
     path = text[context : context + 4]
     other = [(token + 1) % size for token in path]
@@ -265,7 +244,7 @@ def make_chains(native: NativeDecoder, kind: str) -> list[Chain]:
 @torch.inference_mode()
 def test_drafts_with_sources_in_one_call_are_passes(isa: str, variant: str, kind: str) -> None:
     """Bit for bit, the distribution of each first child is that of a pass over the drafted tree."""
-    native = packed(make_reference(**VARIANTS[variant]), opened(isa))
+    native = packed(make_reference(**VARIANTS[variant]), on(isa))
     cache, other = (CACHES["paged by 5"](native.cache_shape) for _ in range(2))
     for each in (cache, other):
         encode(native, each, {SOURCE: tokens_of(9, 70), OTHERS[0]: tokens_of(10, 520)})
@@ -288,13 +267,13 @@ def test_drafts_with_sources_in_one_call_are_passes(isa: str, variant: str, kind
 def test_a_truncated_model_keeps_its_encoder() -> None:
     """It stores the keys and values of a source for its own layers."""
     decoder = make_reference(layers=3, own_distances=True)
-    native = packed(decoder, opened())
+    native = packed(decoder, on())
     for layers in (1, 2):
         first, theirs = native.truncated(layers), decoder.truncated(layers)
         assert first.needs.source
         for seen, known in zip(logits(first, 65), logits(theirs, 65), strict=True):
             torch.testing.assert_close(seen, known, atol=1e-4, rtol=1e-4)
-    shared = packed(make_reference(layers=3), opened())
+    shared = packed(make_reference(layers=3), on())
     assert bool(logits(shared.truncated(1), 65)[1].isfinite().all())
 
 
@@ -302,7 +281,7 @@ def test_a_truncated_model_keeps_its_encoder() -> None:
 def test_taps_of_a_model_with_a_source_enter_its_layers() -> None:
     decoder = make_reference()
     found = list[Sequence[Tensor]]()
-    for model in (packed(decoder, opened()), decoder):
+    for model in (packed(decoder, on()), decoder):
         cache = CACHES["paged"](model.cache_shape)
         encode(model, cache, {SOURCE: tokens_of(9, 70)})
         batch = build_batch([SequenceInput(1, tokens_of(1, 9), DraftTree.empty(), source=SOURCE)], cache, CPU)
@@ -316,7 +295,7 @@ def test_taps_of_a_model_with_a_source_enter_its_layers() -> None:
 def test_a_source_of_another_model_s_result(length: int) -> None:
     """Its keys and values are the same bits as those of the model's own encoder; other sources may be beside it."""
     decoder, tokens = make_reference(), tokens_of(9, length)
-    for model in (packed(decoder, opened()), decoder):
+    for model in (packed(decoder, on()), decoder):
         cache, given = CACHES["paged by 5"](model.cache_shape), CACHES["paged"](model.cache_shape)
         (states,) = encode(model, cache, {SOURCE: tokens})
         inputs = [
@@ -335,7 +314,7 @@ def test_a_head_reads_states_and_no_source(tmp_path: Path) -> None:
     decoder, folder = make_reference(), HeadFolder.open(write_eagle(tmp_path, 32, 96), "eagle")
     tokens, states = tokens_of(1, 9), torch.randn(9, 32, generator=torch.Generator().manual_seed(1))
     found = list[Tensor]()
-    for target in (packed(decoder, opened()), decoder):
+    for target in (packed(decoder, on()), decoder):
         head = eagle.load(folder, target)
         assert isinstance(head, NativeDecoder) == isinstance(target, NativeDecoder)
         assert not head.needs.source
@@ -347,7 +326,7 @@ def test_a_head_reads_states_and_no_source(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_refuses_a_text_whose_source_is_missing() -> None:
-    native = packed(make_reference(), opened())
+    native = packed(make_reference(), on())
     cache = CACHES["paged"](native.cache_shape)
     batch = build_batch([SequenceInput(5, [1, 2], DraftTree.empty())], cache, CPU)
     with pytest.raises(RequestError, match="sequence 5 has no encoded source"):
@@ -357,7 +336,7 @@ def test_refuses_a_text_whose_source_is_missing() -> None:
 def test_a_pass_reads_no_weights_of_the_encoder() -> None:
     """Nor the matrices of a source's keys and values. The model holds all of them."""
     sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
-    native = packed(make_reference(torch.bfloat16, **sizes), opened())
+    native = packed(make_reference(torch.bfloat16, **sizes), on())
     every = {name: shape for name, shape in tensor_shapes(native.config).items() if len(shape) == 2}
     held = [shape for name, shape in every.items() if "distances" not in name]
     read = [shape for _, shape, _ in pass_matrices(native.config)]
@@ -368,7 +347,7 @@ def test_a_pass_reads_no_weights_of_the_encoder() -> None:
 
 
 def test_matrices_of_sources_are_rounded_by_role() -> None:
-    native = packed(make_reference(hidden_size=256, intermediate_size=256, head_dim=64), opened(), ROUNDINGS["int4"])
+    native = packed(make_reference(hidden_size=256, intermediate_size=256, head_dim=64), on(), ROUNDINGS["int4"])
     assert native.packed.encoder is not None
     for layer in (*native.packed.layers, *native.packed.encoder.layers):
         for attention in (layer.attention, *([layer.cross] if layer.cross else [])):

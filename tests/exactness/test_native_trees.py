@@ -21,10 +21,11 @@ from speculant.sampling import KeyedChances
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.automata import Automaton
 from tests.exactness.test_heads import HEADS
-from tests.exactness.test_native_decoder import SETS, VARIANTS, make_decoder, make_native, packed, tokens_of
+from tests.exactness.test_native_decoder import VARIANTS, make_decoder, make_native, packed, tokens_of
 from tests.models import make_request
+from tests.native import SETS, needs_kernels
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+pytestmark = needs_kernels
 
 SHAPES: dict[str, Any] = {
     "wide": [3, 2, 1, 1],

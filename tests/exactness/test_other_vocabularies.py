@@ -14,20 +14,19 @@ import torch
 from speculant.config import Limits
 from speculant.drafting import Drafter, DraftModelRunner, ModelDrafter, read_tree
 from speculant.kernels import usable_sets
-from speculant.lab.exactness import EXACT, FULL_SUPPORT, MIXED, Pair, TableModel
+from speculant.lab.exactness import FULL_SUPPORT, MIXED, Pair, TableModel
 from speculant.models import CausalLM, load_model
 from speculant.params import SamplingParams
 from speculant.sampling import Chances, KeyedChances
 from speculant.types import DraftTree, Request
-from tests.exactness.speculation import Case, enumerate_case
+from tests.exactness import speculation
+from tests.exactness.speculation import BRANCHING, LOSSLESS, Case
 from tests.examples import examples
-from tests.fakes import MakeCache, Rig, both_caches, build_rig, few_blocks, known_verifiers, paged, slotted
+from tests.fakes import MakeCache, Rig, both_caches, build_rig, few_blocks, paged, slotted
 from tests.mapped import WORDS, Words, mapped_drafter, table_of
 from tests.models import HIDDEN_SIZE, Shape, make_request, write_checkpoint
 
 KERNELS = ["reference", *(["native"] if usable_sets() else [])]
-RULES = [name for name, verifier in known_verifiers().items() if verifier.lossless]
-BRANCHING = [name for name in RULES if known_verifiers()[name].needs.branches]
 PROMPT = (0, 2, 1)
 ZEROS = ("one-hot", "both one-hot", "disjoint", "zeros", "dense")
 LONGER = 4  # times as many tokens as the target's, at most
@@ -67,21 +66,19 @@ def assert_exact(make: functools.partial[Drafter], verifier: str, length: int) -
     for seed in range(examples(4, least=1)):
         pair = Pair(seed, 3, MIXED if seed % 2 else FULL_SUPPORT)
         case = Case(pair, length, verification=verifier, prompt=PROMPT, width=8, make_drafter=make)
-        found = enumerate_case(case)
-        assert found.deviation() <= EXACT, case
-        accepted += found.mean_accepted
+        accepted += speculation.assert_exact(case)
     assert accepted > 0.02
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("verifier", RULES)
+@pytest.mark.parametrize("verifier", LOSSLESS)
 @pytest.mark.parametrize("name", WORDS)
 def test_chains_of_other_ids_keep_the_distribution(name: str, verifier: str) -> None:
     assert_exact(functools.partial(with_table, WORDS[name], None), verifier, 2)
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("verifier", RULES)
+@pytest.mark.parametrize("verifier", LOSSLESS)
 def test_a_step_without_a_shared_token_has_no_draft(verifier: str) -> None:
     """The draft's tables often give the shared tokens no probability."""
     words, lengths = WORDS["some are shared"], list[int]()
@@ -100,7 +97,7 @@ def test_a_step_without_a_shared_token_has_no_draft(verifier: str) -> None:
 
     for seed in range(3):
         case = Case(Pair(seed, 3, ZEROS), 2, verification=verifier, prompt=PROMPT, width=8, make_drafter=make)
-        assert enumerate_case(case).deviation() <= EXACT, case
+        speculation.assert_exact(case)
     assert {0, 2} <= {*lengths}
 
 
@@ -112,7 +109,7 @@ def test_trees_of_other_ids_keep_the_distribution(name: str, verifier: str) -> N
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("verifier", RULES)
+@pytest.mark.parametrize("verifier", LOSSLESS)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", WORDS)
 def test_models_of_other_ids_keep_the_distribution(name: str, kernels: str, verifier: str) -> None:

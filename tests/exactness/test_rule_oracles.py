@@ -10,6 +10,7 @@ import torch
 from speculant.lab.exactness import EXACT, FULL_SUPPORT, Branches, EnumeratingChance, Pair, enumerate_outcomes, softmax
 from speculant.types import DraftTree
 from speculant.verification import iterative_speculative_sample
+from tests.exactness.speculation import BRANCHING
 from tests.exactness.verdicts import MakeTree, Shape, chain_of, deterministic, sampled, target_distributions
 from tests.examples import examples
 from tests.fakes import known_verifiers
@@ -119,10 +120,9 @@ def transport_bound(pair: Pair, children: int) -> float:
 
 @pytest.mark.parametrize("children", [1, 2, 3])
 def test_no_rule_exceeds_the_optimal_transport_bound(children: int) -> None:
-    verifiers = [name for name, verifier in known_verifiers().items() if verifier.lossless and verifier.needs.branches]
     for pair in [Pair(seed, 4, FULL_SUPPORT) for seed in range(examples(12, least=2))]:
         bound = transport_bound(pair, children)
-        for name in verifiers:
+        for name in BRANCHING:
             assert accepted(name, pair, sampled(pair, (-1,) * children)) <= bound + EXACT
         if children == 1:
             assert accepted("multi_draft", pair, sampled(pair, (-1,))) == pytest.approx(bound, abs=EXACT)

@@ -11,12 +11,10 @@ import torch
 from speculant.lab.exactness import EXACT, NODE_KINDS, EnumeratingChance, Pair, enumerate_outcomes
 from speculant.types import DraftTree, Verdict
 from speculant.verification import Rejection, Verifier
+from tests.exactness.speculation import BRANCHING, LOSSLESS
 from tests.exactness.verdicts import Shape, chain_of, deterministic, distance, sampled
 from tests.examples import examples
 from tests.fakes import known_verifiers
-
-LOSSLESS = [name for name, verifier in known_verifiers().items() if verifier.lossless]
-BRANCHING = [name for name in LOSSLESS if known_verifiers()[name].needs.branches]
 
 CHAINS = {(2, 1): 30, (2, 2): 30, (2, 3): 20, (3, 1): 30, (3, 2): 30, (3, 3): 6, (4, 1): 20, (4, 2): 10}
 TREES: list[Shape] = [

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from speculant.cache import paged_cache
-from speculant.kernels import open_kernels, usable_sets
 from speculant.models import ROUNDINGS, NativeDecoder, SequenceInput, build_batch
 from speculant.types import DraftTree
 from tests.exactness.test_native_decoder import VARIANTS, make_decoder, packed
+from tests.native import SETS, needs_kernels, on
 
-SETS = usable_sets()
-pytestmark = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
+pytestmark = needs_kernels
 CPU = torch.device("cpu")
 PROMPT, NEXT = [5, 6, 7, 8], 9
 WIDE = {"hidden_size": 256, "intermediate_size": 640, "head_dim": 64, "vocab_size": 300}
@@ -24,10 +23,8 @@ TYPES = {"float32": None, "int8": "int8", "int4": "int4"}
 
 @cache
 def model_of(isa: str, threads: int, weights: str, variant: str) -> NativeDecoder:
-    kernels = open_kernels(isa, threads)
-    assert kernels is not None
     rounding, changes = TYPES[weights], WIDE if variant == "wide" else VARIANTS[variant]
-    return packed(make_decoder(**changes), kernels, None if rounding is None else ROUNDINGS[rounding])
+    return packed(make_decoder(**changes), on(isa, threads), None if rounding is None else ROUNDINGS[rounding])
 
 
 @torch.inference_mode()

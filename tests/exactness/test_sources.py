@@ -29,7 +29,7 @@ from speculant.drafting import (
     StaticTree,
     TreeTopology,
 )
-from speculant.lab.exactness import EXACT, FULL_SUPPORT, Pair, TableModel, conditioned, deviation
+from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel, conditioned, deviation
 from speculant.models import Batch, Hidden
 from speculant.params import SamplingParams
 from speculant.sampling import Chances, KeyedChances
@@ -37,9 +37,17 @@ from speculant.types import ANYONE, Client, DraftTree, Request
 from tests.exactness.plain_beams import exact_distribution, plain_beams
 from tests.exactness.searches import assert_found, wide
 from tests.exactness.selection import slow_but
-from tests.exactness.speculation import Case, MakeDrafter, draft_model, enumerate_case
+from tests.exactness.speculation import (
+    BRANCHING,
+    Case,
+    MakeDrafter,
+    assert_exact,
+    draft_model,
+    enumerate_case,
+    ngram,
+)
 from tests.examples import examples
-from tests.fakes import MakeCache, Rig, ScriptedDrafter, build_rig, few_blocks, known_verifiers, model_drafter, slotted
+from tests.fakes import MakeCache, Rig, ScriptedDrafter, build_rig, few_blocks, model_drafter
 from tests.models import make_request
 
 SOURCE = (1, 0, 1)
@@ -68,7 +76,7 @@ def case_of(pair: Pair, length: int, cache: MakeCache = two_slots, **own: Any) -
 def test_chains_keep_the_distribution(vocab_size: int, length: int, verifier: str, cache: MakeCache) -> None:
     for seed in range(examples(6, least=1)):
         case = case_of(Pair(seed, vocab_size), length, cache, verification=verifier)
-        assert enumerate_case(case).deviation() <= EXACT, case
+        assert_exact(case)
 
 
 def test_another_source_has_another_distribution() -> None:
@@ -83,26 +91,16 @@ TREES: dict[str, TreeTopology] = {
     "two deep": StaticTree.of_widths([2, 1]),
     "two draws": ParallelChains((0, 0), 2),
 }
-VERIFIERS = [name for name, verifier in known_verifiers().items() if verifier.lossless and verifier.needs.branches]
-
-
-def tree_of(topology: TreeTopology, pair: Pair, chances: Chances, limits: Limits) -> Drafter:
-    draft = TableModel(pair.draft, pair.vocab_size)
-    return model_drafter(draft, pair.vocab_size, chances, limits, slotted, topology)
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("verifier", BRANCHING)
 @pytest.mark.parametrize("name", TREES)
 def test_trees_keep_the_distribution(name: str, verifier: str) -> None:
-    make = functools.partial(tree_of, TREES[name])
+    make = functools.partial(draft_model, topology=TREES[name])
     for seed in range(examples(3, least=1)):
         case = case_of(Pair(seed, 3), TREES[name].most_nodes, BLOCKS, verification=verifier, make_drafter=make)
-        assert enumerate_case(case).deviation() <= EXACT, case
-
-
-def ngram(pair: Pair, chances: Chances, limits: Limits) -> Drafter:
-    return NgramDrafter(NgramOptions())
+        assert_exact(case)
 
 
 def with_encoder(pair: Pair, chances: Chances, limits: Limits, topology: TreeTopology | None = None) -> Drafter:
@@ -112,13 +110,13 @@ def with_encoder(pair: Pair, chances: Chances, limits: Limits, topology: TreeTop
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("topology", [None, *TREES.values()], ids=["chain", *TREES])
-@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("verifier", BRANCHING)
 def test_drafts_after_a_source_keep_the_distribution(verifier: str, topology: TreeTopology | None) -> None:
     """The draft model's distributions depend on the source too."""
     make, length = functools.partial(with_encoder, topology=topology), topology.most_nodes if topology else 2
     for seed in range(examples(3, least=1)):
         case = case_of(Pair(seed, 3), length, BLOCKS, verification=verifier, make_drafter=make)
-        assert enumerate_case(case).deviation() <= EXACT, case
+        assert_exact(case)
 
 
 @pytest.mark.covering(1)
@@ -132,7 +130,7 @@ def test_decoder_prompts_in_chunks_keep_the_distribution(budget: int, make_draft
             Pair(seed, 2, FULL_SUPPORT), 1, BLOCKS, prompt=(0, 1, 1, 0, 1), budget=budget, width=1, params=params,
             make_drafter=make_drafter,
         )  # fmt: skip
-        assert enumerate_case(case).deviation() <= EXACT, case
+        assert_exact(case)
 
 
 @both
@@ -140,7 +138,8 @@ def test_several_steps_and_ends_keep_the_distribution(cache: MakeCache) -> None:
     for seed in range(examples(4, least=1)):
         several = case_of(Pair(seed, 2), 1, cache, steps=3)
         ends = case_of(Pair(seed, 3), 3, cache, prompt=(1,), ends=frozenset({2}))
-        assert max(enumerate_case(each).deviation() for each in (several, ends)) <= EXACT
+        assert_exact(several)
+        assert_exact(ends)
 
 
 # --- the same text in any batch

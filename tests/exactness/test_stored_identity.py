@@ -11,13 +11,23 @@ import pytest
 
 from speculant import LLM, SamplingParams, plugins
 from speculant.kernels import usable_sets
-from tests import scaled_folders
 from tests.drafters import FEW_METHODS, model_of, options_of, predicting
 from tests.exactness.selection import slow_but
 from tests.gguf_models import convert
 from tests.models import VOCAB_SIZE, Shape, write_checkpoint
-from tests.quantised_folders import Gptq, edit_config, quantise
-from tests.scaled_folders import FLOAT8, INT4, INT8, LINEAR, compressed, e4m3, integers, packed
+from tests.quantised_folders import (
+    FLOAT8,
+    INT4,
+    INT8,
+    LINEAR,
+    Gptq,
+    compressed,
+    e4m3,
+    edit_config,
+    integers,
+    packed,
+    quantise,
+)
 
 pytestmark = [
     pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built"),
@@ -64,7 +74,7 @@ def write_gptq(root: Path, hidden_size: int, noise: float) -> str:
 
 def write_compressed(root: Path, hidden_size: int, noise: float) -> str:
     source = plain_checkpoint(root, hidden_size, noise)
-    scaled_folders.quantise(source, root / "packed", root / "numbers", COMPRESSED)
+    quantise(source, root / "packed", root / "numbers", COMPRESSED)
     return str(root / "packed")
 
 

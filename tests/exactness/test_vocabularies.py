@@ -13,18 +13,17 @@ import torch
 from speculant.config import Limits
 from speculant.drafting import Drafter, DraftModelRunner, ModelDrafter, read_tree
 from speculant.kernels import usable_sets
-from speculant.lab.exactness import EXACT, FULL_SUPPORT, MIXED, Pair
+from speculant.lab.exactness import FULL_SUPPORT, MIXED, Pair
 from speculant.models import CausalLM, DraftVocabulary, load_model
 from speculant.sampling import Chances, KeyedChances
+from tests.exactness import speculation
 from tests.exactness.selection import combinations
-from tests.exactness.speculation import Case, enumerate_case
+from tests.exactness.speculation import BRANCHING, LOSSLESS, Case
 from tests.examples import examples
-from tests.fakes import known_verifiers, slotted
+from tests.fakes import slotted
 from tests.models import HIDDEN_SIZE, Shape, make_request, write_checkpoint
 
 KERNELS = ["reference", *(["native"] if usable_sets() else [])]
-RULES = [name for name, verifier in known_verifiers().items() if verifier.lossless]
-BRANCHING = [name for name in RULES if known_verifiers()[name].needs.branches]
 # Rows of the draft, and the ids of a target of 4 tokens, or beyond, that one of the two alone has.
 VOCABULARIES = {
     "the last one is missing": (3, {3}),
@@ -57,14 +56,12 @@ def assert_exact(name: str, kernels: str, tree: Any, verifier: str, length: int)
         pair = Pair(seed, 4, MIXED if seed % 2 else FULL_SUPPORT)
         drafter = functools.partial(make, name, kernels, tree)
         case = Case(pair, length, verification=verifier, prompt=(0, 3, 1), width=8, make_drafter=drafter)
-        found = enumerate_case(case)
-        assert found.deviation() <= EXACT, case
-        accepted += found.mean_accepted
+        accepted += speculation.assert_exact(case)
     assert accepted > 0.1
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("verifier", RULES)
+@pytest.mark.parametrize("verifier", LOSSLESS)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_chains_keep_the_distribution(name: str, kernels: str, verifier: str) -> None:

@@ -16,7 +16,7 @@ from speculant.config import EngineConfig, Limits
 from speculant.drafting import Drafter, Drafters, DraftModelRunner, ModelDrafter, StaticTree
 from speculant.engine import Engine, EngineOptions, Need, build_engine
 from speculant.errors import CapacityError
-from speculant.kernels import REFERENCE, NativeSampler, open_kernels, usable_sets
+from speculant.kernels import REFERENCE, NativeSampler, usable_sets
 from speculant.lengths import Fixed
 from speculant.models import CausalLM, NativeDecoder, SequenceInput, build_batch
 from speculant.params import SamplingParams
@@ -27,6 +27,7 @@ from tests.caches import seen_from
 from tests.exactness.test_native_decoder import make_decoder, packed, tokens_of
 from tests.fakes import known_verifiers
 from tests.models import Shape, write_checkpoint
+from tests.native import on
 
 BLOCK, CPU = 4, torch.device("cpu")
 LIMITS = Limits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=20)
@@ -53,9 +54,7 @@ def decoder_of(backend: str, windows: tuple[int | None, ...], noise: float = 0.0
         decoder.tie_head()
     if backend == "reference":
         return decoder
-    kernels = open_kernels(None, 1)
-    assert kernels is not None
-    return packed(decoder, kernels)
+    return packed(decoder, on(threads=1))
 
 
 def small_cache(shape: CacheShape, rows: int, spare_blocks: int = 2) -> KVCache:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from speculant.cli import NEW_TOKENS, SamplingFlags, app
-from speculant.errors import SpeculantError
+from speculant.cli import NEW_TOKENS, SamplingFlags
 from speculant.lab.cli import BenchSampling
 from speculant.params import SamplingParams
+from tests.commands import error_of, invoke, json_of
 from tests.models import Checkpoints
 
 SMALL = ("--num-prompts", "3", "--max-tokens", "6", "--rounds", "2", "--dtype", "float64")
@@ -29,18 +28,11 @@ GAINS = {
 }  # fmt: skip
 
 
-def _invoke(*arguments: str, **env: str) -> Result:
-    result = CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False, env=env)
-    assert result.exit_code == 0, result.output
-    return result
+_invoke, _json = partial(invoke, "bench"), partial(json_of, "bench")
 
 
 def _pair(checkpoints: Checkpoints) -> tuple[str, ...]:
     return "--model", checkpoints.target, "--draft-model", checkpoints.near, "--spec-length", "5", *SMALL
-
-
-def _json(benchmark: str, *arguments: str) -> dict[str, Any]:
-    return dict(json.loads(_invoke(benchmark, *arguments, "--json").stdout))
 
 
 def test_throughput_has_the_figures_that_count(checkpoints: Checkpoints) -> None:
@@ -158,14 +150,10 @@ def test_help_has_these_defaults_and_examples() -> None:
 def test_a_mistake_is_explained(
     checkpoints: Checkpoints, benchmark: str, arguments: list[str], problem: str, fix: str
 ) -> None:
-    command = ["bench", benchmark, *_pair(checkpoints), *arguments]
-    error = CliRunner().invoke(app, command).exception
-    assert isinstance(error, SpeculantError)
+    error = error_of("bench", benchmark, *_pair(checkpoints), *arguments)
     assert problem in error.problem
     assert fix in error.fix
 
 
 def test_a_missing_model_is_explained() -> None:
-    error = CliRunner().invoke(app, ["bench", "latency"], env={"SPECULANT_MODEL": None}).exception
-    assert isinstance(error, SpeculantError)
-    assert "--model demo" in error.fix
+    assert "--model demo" in error_of("bench", "latency").fix

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from speculant.cli import app
-from speculant.errors import SpeculantError
-from speculant.lab.bench import costs, sweep
+from speculant.lab.bench import compare, measuring
+from tests.commands import error_of, invoke, json_of
 from tests.integration.test_bench_report import Page
 from tests.models import EXACT_DTYPE, Checkpoints
 
@@ -20,19 +19,16 @@ SMALL = ("--num-prompts", "2", "--max-tokens", "16", "--rounds", "2", "--dtype",
 
 @pytest.fixture(autouse=True)
 def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "STEPS", 1)
-    monkeypatch.setattr(sweep, "_COST_SECONDS", 0.01)
+    monkeypatch.setattr(measuring, "STEPS", 1)
+    monkeypatch.setattr(compare, "_COST_SECONDS", 0.01)
     monkeypatch.delenv("SPECULANT_MODEL", raising=False)
 
 
-def _invoke(*arguments: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
-    assert result.exit_code == code, result.output
-    return result
+_invoke = partial(invoke, "bench")
 
 
 def _json(*arguments: str) -> dict[str, Any]:
-    return dict(json.loads(_invoke(*arguments, *SMALL, "--json").stdout))
+    return json_of("bench", *arguments, *SMALL)
 
 
 def _pair(checkpoints: Checkpoints) -> tuple[str, ...]:
@@ -188,14 +184,10 @@ def test_the_history_names_slower_runs(checkpoints: Checkpoints, tmp_path: Path)
     ],
 )
 def test_a_mistake_is_explained(checkpoints: Checkpoints, arguments: list[str], problem: str) -> None:
-    command = ["bench", arguments[0], *_pair(checkpoints), *SMALL[:2], *arguments[1:]]
-    error = CliRunner().invoke(app, command).exception
-    assert isinstance(error, SpeculantError)
+    error = error_of("bench", arguments[0], *_pair(checkpoints), *SMALL[:2], *arguments[1:])
     assert problem in error.problem
     assert error.fix
 
 
 def test_a_missing_history_is_explained(tmp_path: Path) -> None:
-    error = CliRunner().invoke(app, ["bench", "history", str(tmp_path / "none")]).exception
-    assert isinstance(error, SpeculantError)
-    assert "--history" in error.fix
+    assert "--history" in error_of("bench", "history", tmp_path / "none").fix

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from speculant.cli import app
 from speculant.errors import ConfigError, PairError, RequestError
 from speculant.kernels import usable_sets
 from speculant.lab.bench import ChunkScores, Compared, QualityText
+from tests.commands import invoke, json_of
 from tests.gguf_models import convert
 from tests.models import ALPHABET, Checkpoints, write_checkpoint
 
@@ -28,14 +27,7 @@ def path(tmp_path: Path) -> str:
     return str(path)
 
 
-def _invoke(*arguments: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, ["bench", "quality", *arguments], catch_exceptions=False)
-    assert result.exit_code == code, result.output
-    return result
-
-
-def _json(*arguments: str) -> dict[str, Any]:
-    return dict(json.loads(_invoke(*arguments, "--json").stdout))
+_invoke, _json = partial(invoke, "bench", "quality"), partial(json_of, "bench", "quality")
 
 
 def test_the_report_names_both_models(checkpoints: Checkpoints, path: str) -> None:

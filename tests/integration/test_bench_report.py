@@ -10,11 +10,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from speculant.cli import app
 from speculant.engine import PHASES
 from speculant.errors import ConfigError
+from tests.commands import error_of, invoke
 from tests.models import EXACT_DTYPE, Checkpoints
 
 SMALL = ("--num-prompts", "2", "--max-tokens", "24", "--rounds", "2", "--dtype", EXACT_DTYPE)
@@ -53,9 +53,7 @@ class Page(HTMLParser):
 
 def _bench(checkpoints: Checkpoints, *arguments: str) -> Result:
     models = ("--model", checkpoints.target, "--draft-model", checkpoints.near, "--spec-length", "4")
-    result = CliRunner().invoke(app, ["bench", *arguments, *models, *SMALL], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result
+    return invoke("bench", *arguments, *models, *SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +98,7 @@ def test_trace_has_the_phases_of_both_modes(checkpoints: Checkpoints, tmp_path: 
 @pytest.mark.parametrize("option", ["--report", "--trace"])
 def test_file_that_cannot_be_written_is_explained(checkpoints: Checkpoints, tmp_path: Path, option: str) -> None:
     for path, problem in ((tmp_path, "is a folder"), (tmp_path / "none" / "file", "does not exist")):
-        arguments = ["bench", "latency", "--model", checkpoints.target, option, str(path)]
-        error = CliRunner().invoke(app, arguments).exception
+        error = error_of("bench", "latency", "--model", checkpoints.target, option, path)
         assert isinstance(error, ConfigError)
         assert problem in error.problem
         assert option.removeprefix("--") in error.problem
@@ -112,7 +109,7 @@ def test_report_without_matplotlib_names_the_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     path = tmp_path / "report.html"
-    error = CliRunner().invoke(app, ["bench", "latency", "--model", "demo", "--report", str(path)]).exception
+    error = error_of("bench", "latency", "--model", "demo", "--report", path)
     assert isinstance(error, ConfigError)
     assert re.search(r"pip install -c constraints.txt .speculant\[bench\].", error.fix)
     assert not path.exists()

@@ -7,17 +7,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner, Result
 
 from speculant import AsyncEngine
-from speculant.cli import app
-from speculant.errors import ConfigError, ServerError, SpeculantError
+from speculant.errors import ConfigError, ServerError
 from speculant.lab.cli import bench_serve, own_server
+from tests.commands import error_of, invoke
 from tests.models import Checkpoints
 from tests.servers import LiveServer, serve
 
@@ -31,17 +31,8 @@ FIGURES = {
 }  # fmt: skip
 
 
-def _invoke(*arguments: str) -> Result:
-    env = {"SPECULANT_MODEL": None, "SPECULANT_API_KEY": None}
-    result = CliRunner().invoke(app, ["bench", "serve", *arguments], catch_exceptions=False, env=env)
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def _error(*arguments: str) -> SpeculantError:
-    error = CliRunner().invoke(app, ["bench", "serve", *arguments], env={"SPECULANT_MODEL": None}).exception
-    assert isinstance(error, SpeculantError), error
-    return error
+_invoke = partial(invoke, "bench", "serve", SPECULANT_MODEL=None, SPECULANT_API_KEY=None)
+_error = partial(error_of, "bench", "serve")
 
 
 def _engine(checkpoints: Checkpoints, **arguments: Any) -> AsyncEngine:
@@ -175,7 +166,7 @@ def test_without_httpx_the_install_command_is_named(monkeypatch: pytest.MonkeyPa
 
 
 def test_help_has_examples() -> None:
-    shown = " ".join(CliRunner().invoke(app, ["bench", "serve", "--help"], env={"COLUMNS": "250"}).stdout.split())
+    shown = " ".join(_invoke("--help", COLUMNS="250").stdout.split())
     assert "Examples: speculant bench serve" in shown
     assert "--load" in shown
     assert "0 is greedy; higher is more varied. [default: 0]" in shown

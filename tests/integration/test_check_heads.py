@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from speculant.cli import app
 from speculant.config import EngineConfig
 from speculant.drafting.model import early_exit
 from speculant.errors import ConfigError, PairError, SpeculantError
-from speculant.lab.bench import Estimate, LengthCosts, Workload, costs, drafting, pair
+from speculant.lab.bench import Estimate, LengthCosts, Workload, drafting, measuring, pair
 from speculant.lab.theory import expected_tokens, survival
 from speculant.models import CausalLM
 from speculant.params import SamplingParams
-from tests.exactness.test_native_decoder import SETS
+from tests.commands import error_of, invoke, json_of
 from tests.heads import WRITERS, write_blockwise, write_medusa
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, Shape, write_checkpoint
+from tests.native import SETS
 
 SMALL = ("--tokens", "12", "--kernels", "reference")
 ALPHA = Estimate(0.5, 0.4, 0.6, 100)
@@ -31,18 +31,13 @@ ALPHA = Estimate(0.5, 0.4, 0.6, 100)
 
 @pytest.fixture(autouse=True)
 def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "STEPS", 1)
+    monkeypatch.setattr(measuring, "STEPS", 1)
     monkeypatch.setattr(drafting, "_COST_SECONDS", 0.01)
     monkeypatch.setattr(drafting, "RUN_SECONDS", 0.01)
     monkeypatch.setattr(pair, "SPEED_SECONDS", 0.01)
 
 
-def _json(*arguments: str) -> dict[str, Any]:
-    result = CliRunner().invoke(app, ["check-pair", *arguments, "--json"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return dict(json.loads(result.stdout))
-
-
+_json = partial(json_of, "check-pair")
 QUICK = ("pass",)  # other tests here have medusa and blockwise
 
 
@@ -62,8 +57,7 @@ def test_every_head_is_measured(method: str, checkpoints: Checkpoints, tmp_path:
     assert expected_tokens(survival(own["rates"], len(per_pass) - 1)) == pytest.approx(per_pass)
     assert value["measured"]["outputs"] == value["measured"]["identical_outputs"]
     assert f"--speculative-config method={method}" in value["flags"]
-    result = CliRunner().invoke(app, ["generate", "hello", "--max-tokens", "4", *shlex.split(value["flags"])])
-    assert result.exit_code == 0, result.output
+    invoke("generate", "hello", "--max-tokens", "4", *shlex.split(value["flags"]))
 
 
 def test_a_method_without_a_model_is_measured(tmp_path: Path) -> None:
@@ -79,8 +73,7 @@ def test_a_method_without_a_model_is_measured(tmp_path: Path) -> None:
     best = value["best"]["options"]["layers"]
     assert speeds[f"layers {best}"] == max(speeds.values())
     assert f"method=early_exit,layers={best}" in value["flags"]
-    result = CliRunner().invoke(app, ["generate", "hello", "--max-tokens", "4", *shlex.split(value["flags"])])
-    assert result.exit_code == 0, result.output
+    invoke("generate", "hello", "--max-tokens", "4", *shlex.split(value["flags"]))
 
 
 @pytest.mark.parametrize(
@@ -101,14 +94,12 @@ def test_types_of_a_head_are_compared(checkpoints: Checkpoints, tmp_path: Path) 
     best = value["best"]["precision"]
     assert value["precisions"][best]["best_speed"] >= 1
     assert f"--draft-quantization {best}" in value["flags"]
-    result = CliRunner().invoke(app, ["generate", "hello", "--max-tokens", "4", *shlex.split(value["flags"])])
-    assert result.exit_code == 0, result.output
+    invoke("generate", "hello", "--max-tokens", "4", *shlex.split(value["flags"]))
 
 
 def test_text_of_a_head_ends_with_a_verdict(checkpoints: Checkpoints, tmp_path: Path) -> None:
     head = write_blockwise(tmp_path / "head", HIDDEN_SIZE, VOCAB_SIZE)
-    arguments = ["check-pair", checkpoints.target, head, "--method", "blockwise", *SMALL]
-    shown = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
+    shown = invoke("check-pair", checkpoints.target, head, "--method", "blockwise", *SMALL).stdout
     assert "correlation" not in shown
     assert shown.splitlines()[-1].startswith(("it pays: ", "it does not pay: ", "it makes no clear difference: "))
 
@@ -119,13 +110,13 @@ def test_plan_reads_a_heads_report(checkpoints: Checkpoints, tmp_path: Path) -> 
     value = _json(checkpoints.target, head, "--method", "medusa", *SMALL)
     path = tmp_path / "head.json"
     path.write_text(json.dumps(value))
-    arguments = ["plan", "--verify-curve", str(path), "--max-length", "3", "--json"]
-    plan = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
+    arguments = ["plan", "--verify-curve", str(path), "--max-length", "3"]
+    plan = json_of(*arguments)
     own = value["precisions"]["none"]
     expected = [row["tokens_per_pass"] for row in own["lengths"][:4]]
     assert [row["tokens_per_pass"] for row in plan["lengths"]] == pytest.approx(expected)
     assert plan["settings"]["cost_ratio"] == own["cost_ratio"]
-    given = json.loads(CliRunner().invoke(app, [*arguments, "--alpha", "0.5"], catch_exceptions=False).stdout)
+    given = json_of(*arguments, "--alpha", "0.5")
     assert given["settings"]["alpha"] == [0.5]
     assert given["settings"]["cost_ratio"] == own["cost_ratio"]
 
@@ -135,7 +126,7 @@ def test_tokens_per_pass_are_those_of_the_engine(checkpoints: Checkpoints, tmp_p
     head = write_blockwise(tmp_path / "head", HIDDEN_SIZE, VOCAB_SIZE, heads=3)
     config = EngineConfig(checkpoints.target, head, speculative_config={"method": "blockwise"}, dtype="float64")
     candidate = drafting.load_drafter(config, drafting.load_target(config), drafting.Variant())
-    workload = Workload("test", [[65, 66, 67], [80, 81]], [0.0] * 2)
+    workload = Workload("test", [[65, 66, 67], [80, 81]])
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     sizes, tokens, alpha = drafting.measure_drafts(candidate, workload, params)
     assert sizes == [1, 2, 3]
@@ -179,18 +170,18 @@ def test_more_nodes_never_bring_more_than_fewer() -> None:
 def test_mistakes_with_methods_are_explained(
     checkpoints: Checkpoints, arguments: list[str], kind: type[SpeculantError], problem: str
 ) -> None:
-    error = CliRunner().invoke(app, ["check-pair", checkpoints.target, *arguments, *SMALL]).exception
+    error = error_of("check-pair", checkpoints.target, *arguments, *SMALL)
     assert isinstance(error, kind)
     assert problem in str(error)
 
 
 def test_a_head_of_another_target_is_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
     head = write_blockwise(tmp_path / "head", 2 * HIDDEN_SIZE, VOCAB_SIZE)
-    error = CliRunner().invoke(app, ["check-pair", checkpoints.target, head, "--method", "blockwise"]).exception
+    error = error_of("check-pair", checkpoints.target, head, "--method", "blockwise")
     assert isinstance(error, PairError)
 
 
 def test_drafts_of_changing_size_are_refused(checkpoints: Checkpoints) -> None:
-    error = CliRunner().invoke(app, ["check-pair", checkpoints.target, "--method", "suffix", *SMALL]).exception
+    error = error_of("check-pair", checkpoints.target, "--method", "suffix", *SMALL)
     assert isinstance(error, ConfigError)
     assert "speculant bench" in error.fix

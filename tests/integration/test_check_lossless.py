@@ -247,6 +247,6 @@ def test_progress_keeps_off_the_result(checkpoints: Checkpoints) -> None:
 
 @pytest.mark.slow  # test_main.py has the help of every command, and imports
 def test_help_has_examples() -> None:
-    shown = CliRunner().invoke(app, ["check-lossless", "--help"], env={"COLUMNS": "200"}).stdout
+    shown = _invoke("--help", COLUMNS="200").stdout
     assert "speculant check-lossless --model ./llama" in shown
     assert "--verification" in shown

@@ -6,14 +6,13 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
 
-from speculant.cli import app
 from speculant.config import EngineConfig
 from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.kernels import REFERENCE, usable_sets
@@ -25,14 +24,14 @@ from speculant.lab.bench import (
     TextAcceptance,
     TextReader,
     Workload,
-    acceptance,
     both_ways,
-    costs as steps,
+    measuring as steps,
     pair,
 )
 from speculant.lab.theory import FLAT, expected_costs, speedups, step_costs, survival
 from speculant.models import load_model
 from speculant.params import SamplingParams
+from tests.commands import error_of, invoke, json_of
 from tests.mapped import in_order
 from tests.models import Checkpoints, Shape, write_checkpoint
 
@@ -58,14 +57,7 @@ def prompts(tmp_path: Path) -> str:
     return str(path)
 
 
-def _invoke(*arguments: str, **env: str) -> Result:
-    result = CliRunner().invoke(app, ["check-pair", *arguments], catch_exceptions=False, env=env)
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def _json(*arguments: str) -> dict[str, Any]:
-    return dict(json.loads(_invoke(*arguments, "--json").stdout))
+_invoke, _json = partial(invoke, "check-pair"), partial(json_of, "check-pair")
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +141,7 @@ def test_flags_are_those_of_generate(checkpoints: Checkpoints, prompts: str) -> 
     assert "--dtype float32" in value["flags"]
     assert f"--spec-length {value['best']['length']}" in value["flags"]
     assert f"--draft-quantization {value['best']['precision']}" in value["flags"]
-    result = CliRunner().invoke(app, ["generate", "hello", "--max-tokens", "4", *shlex.split(value["flags"])])
-    assert result.exit_code == 0, result.output
+    invoke("generate", "hello", "--max-tokens", "4", *shlex.split(value["flags"]))
 
 
 def test_plan_reads_the_curve(report: dict[str, Any], tmp_path: Path) -> None:
@@ -158,17 +149,7 @@ def test_plan_reads_the_curve(report: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "pair.json"
     path.write_text(json.dumps(value))
     own = value["precisions"]["none"]
-    arguments = [
-        "plan",
-        "--alpha",
-        "0.5",
-        "--cost-ratio",
-        str(own["cost_ratio"]),
-        "--verify-curve",
-        str(path),
-        "--json",
-    ]
-    plan = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
+    plan = json_of("plan", "--alpha", "0.5", "--cost-ratio", own["cost_ratio"], "--verify-curve", path)
     overhead = own["draft_overhead"]
     expected = value["verification"]["cost"][3] + overhead + 3 * own["cost_ratio"]
     assert plan["lengths"][3]["cost"] == pytest.approx(expected)
@@ -188,9 +169,9 @@ def test_passes_are_those_of_the_engine(checkpoints: Checkpoints) -> None:
     """Greedy acceptance along a text says exactly how many passes each length takes."""
     config = EngineConfig(checkpoints.target, checkpoints.near, dtype="float64")
     target, [own] = pair.load_pair(config)
-    workload = Workload("test", [[65 + start, 66, 67] for start in range(2)], [0.0] * 2)
+    workload = Workload("test", [[65 + start, 66, 67] for start in range(2)])
     texts = pair.write_texts(own.runtime, workload, GREEDY)
-    acceptance = pair._acceptance(target, [own], texts, GREEDY)["none"]
+    acceptance = own.acceptance(target, texts, GREEDY)
     bench = Bench(own.runtime)
     for length in (1, 2, 4, 9):
         params = SamplingParams(temperature=0.0, max_tokens=40, speculation={"num_speculative_tokens": length})
@@ -213,7 +194,7 @@ def test_prediction_is_the_formulas_for_one_rate() -> None:
 
 def test_texts_are_the_targets_own(checkpoints: Checkpoints) -> None:
     _, [own] = pair.load_pair(EngineConfig(checkpoints.target, checkpoints.near, dtype="float64"))
-    workload = Workload("test", [[65, 66]], [0.0])
+    workload = Workload("test", [[65, 66]])
     assert pair.write_texts(own.runtime, workload, GREEDY) == [Text([65, 66], pair_output(own, [65, 66]))]
 
 
@@ -249,7 +230,7 @@ def pair_output(candidate: pair.Candidate, prompt: list[int]) -> Sequence[int]:
 def test_mistakes_are_explained(
     checkpoints: Checkpoints, arguments: list[str], kind: type[SpeculantError], problem: str, fix: str
 ) -> None:
-    error = CliRunner().invoke(app, ["check-pair", checkpoints.target, checkpoints.near, *arguments]).exception
+    error = error_of("check-pair", checkpoints.target, checkpoints.near, *arguments)
     assert isinstance(error, kind)
     assert problem in str(error)
     assert fix in str(error)
@@ -283,16 +264,16 @@ def test_other_tokenizer_is_shown(checkpoints: Checkpoints, prompts: str, other:
 def test_mass_is_the_probability_of_the_shared_tokens(checkpoints: Checkpoints) -> None:
     reader, text = TextReader(load_model(checkpoints.target, "float32").model, REFERENCE, 264), Text([65, 66], [70, 90])
     whole = reader.distributions(text, SamplingParams())
-    found = acceptance._mass(reader.logits, [text], [*range(100)])
+    found = pair._mass(reader.logits, [text], [*range(100)])
     assert found == pytest.approx(float(whole[:, :100].sum(-1).mean()), abs=1e-6)
 
 
 def test_pairs_without_a_common_token_are_a_clear_error(checkpoints: Checkpoints, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", Shape(vocab_size=5), tokens=["zz", "yy", "xx"])
-    error = CliRunner().invoke(app, ["check-pair", checkpoints.target, other]).exception
+    error = error_of("check-pair", checkpoints.target, other)
     assert isinstance(error, PairError)
     assert "no token in common" in error.problem
-    missing = CliRunner().invoke(app, ["check-pair", checkpoints.target, "/nowhere"]).exception
+    missing = error_of("check-pair", checkpoints.target, "/nowhere")
     assert isinstance(missing, ModelError)
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from speculant.cli import app
 from speculant.errors import ModelError
 from speculant.lab.bench import pair
 from speculant.models import Experts, read_description, read_model_config
+from tests.commands import json_of as run
 from tests.models import Shape, write_checkpoint
 from tests.unit.models.families import VARIANTS, cases_with
 
@@ -41,13 +40,6 @@ FOLLOWS_SIZES = {"gemma4_text"}
 def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair, "_COST_SECONDS", 0.01)
     monkeypatch.setattr(pair, "SPEED_SECONDS", 0.01)
-
-
-def run(*arguments: str) -> dict[str, Any]:
-    result = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
 
 
 def can_grow(folder: Path) -> bool:

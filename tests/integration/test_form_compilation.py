@@ -57,7 +57,8 @@ def test_compiling_forms_holds_up_no_loop(engine_of: MakeEngine, monkeypatch: py
 
 
 def test_cancelled_requests_compile_nothing(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of()
+    """Requests that wait for forms are bounded, and cancelled ones leave room."""
+    engine = engine_of(max_waiting=502)
     compiler = Compiler(engine, monkeypatch)
 
     async def test() -> None:
@@ -66,6 +67,8 @@ def test_cancelled_requests_compile_nothing(engine_of: MakeEngine, monkeypatch: 
             await until(lambda: len(compiler.begun) == 2)
             queued = [asyncio.create_task(engine.generate("a", asking(f"x{number}"))) for number in range(500)]
             await asyncio.sleep(0)
+            with pytest.raises(CapacityError, match="max_waiting is 502"):
+                await engine.generate("a", asking("one more"))
             for task in queued:
                 task.cancel()
             await asyncio.gather(*queued, return_exceptions=True)
@@ -74,22 +77,5 @@ def test_cancelled_requests_compile_nothing(engine_of: MakeEngine, monkeypatch: 
             compiler.go.set()
             await asyncio.gather(*busy, following)
         assert compiler.begun[2:] == ["next"]
-
-    run(test())
-
-
-def test_requests_that_wait_for_forms_are_bounded(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(max_waiting=2)
-    compiler = Compiler(engine, monkeypatch)
-
-    async def test() -> None:
-        async with engine:
-            waiting = [asyncio.create_task(engine.generate("a", asking(text))) for text in ("x", "y")]
-            await asyncio.sleep(0)
-            with pytest.raises(CapacityError, match="max_waiting is 2"):
-                await engine.generate("a", asking("z"))
-            compiler.go.set()
-            await asyncio.gather(*waiting)
-            await engine.generate("a", asking("z"))
 
     run(test())

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
-from speculant.cli import app
 from speculant.errors import ConfigError
 from speculant.lab.bench import pair
+from tests.commands import json_of as command
 from tests.gguf_models import convert, decoded
 from tests.heads import write_medusa
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints
@@ -73,12 +72,6 @@ def test_a_file_drafts_for_safetensors(checkpoints: Checkpoints, files: dict[str
 def test_blocks_are_not_rounded(files: dict[str, str], role: str) -> None:
     with pytest.raises(ConfigError, match="quantised already"):
         LLM(files["Q4_0"], draft_model=files["near"], kernels="native", **{role: "int8"})
-
-
-def command(*arguments: str) -> dict[str, Any]:
-    result = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return dict(json.loads(result.stdout))
 
 
 def test_commands_take_files(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,7 +246,7 @@ def test_templates_and_roles_are_the_same(small: Path, tmp_path: Path) -> None:
 def test_a_tokenizer_that_would_be_another_is_refused(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("speculant.lab.quantize.vocabulary.find_template", lambda *_: "another")
+    monkeypatch.setattr("speculant.lab.quantize.gguf.find_template", lambda *_: "another")
     source = shutil.copytree(small, tmp_path / "source")
     (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": "own"}))
     with pytest.raises(ModelError, match=r"the tokenizer has chat_template = .*'own'.*, which a GGUF file can't hold"):

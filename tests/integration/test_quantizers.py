@@ -18,7 +18,7 @@ from tests.package_checkpoints import (
     four_bits_by_package,
     int8_by_package,
 )
-from tests.scaled_folders import Format, quantise
+from tests.quantised_folders import Format, quantise
 from tests.unit.models.families import Session, random_tokens
 
 PROMPT = random_tokens(24)

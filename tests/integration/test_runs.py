@@ -84,7 +84,7 @@ def test_samples_count_each(checkpoints: Checkpoints) -> None:
 def test_runs_share_no_prefixes_but_their_prompts_do(checkpoints: Checkpoints) -> None:
     runtime = _build(checkpoints, block_size=4)
     bench = Bench(runtime)
-    same = Workload("same", [list(range(40, 61))] * 3, [0.0] * 3)
+    same = Workload("same", [list(range(40, 61))] * 3)
     first, second = (bench.run(same, replace(PLAIN, sequential=True)) for _ in range(2))
     assert first.prefix_hit_tokens == second.prefix_hit_tokens == 2 * 20
     single = replace(same, prompts=same.prompts[:1], arrivals=[0.0])
@@ -161,7 +161,7 @@ def test_an_error_is_raised_and_leaves_the_engine_empty(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = _build(checkpoints)
-    bad = Workload("bad", [[1, 2], [10**6]], [0.0, 0.0])
+    bad = Workload("bad", [[1, 2], [10**6]])
     with pytest.raises(RequestError, match="1000000"):
         Bench(runtime).run(bad, PLAIN)
     assert not runtime.engine.has_unfinished()

@@ -90,13 +90,13 @@ def test_a_prompt_that_can_t_be_encoded_is_refused(llm_of: MakeLLM) -> None:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The threads in which stop strings were compiled."""
     threads: list[str] = []
-    compile_them = stop_module._automaton
+    compile_them = stop_module.beginnings_of
 
     def note(stops: Any) -> Any:
         threads.append(threading.current_thread().name)
         return compile_them(stops)
 
-    monkeypatch.setattr(stop_module, "_automaton", note)
+    monkeypatch.setattr(stop_module, "beginnings_of", note)
     return threads
 
 

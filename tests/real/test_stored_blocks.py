@@ -10,8 +10,9 @@ import torch
 from gguf import GGUFReader
 
 from speculant.kernels import BLOCK_TYPES, usable_sets
-from tests.contracts.test_native_blocks import bits, error, look_up, on, pack, random, run
+from tests.contracts.test_native_blocks import pack
 from tests.gguf_blocks import decode
+from tests.native import bits, error, look_up, on, random, run
 from tests.real.conftest import file_of
 
 pytestmark = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")

@@ -37,6 +37,14 @@ def test_child_tokens_are_those_below_a_node() -> None:
     assert [chain.child_tokens(node) for node in (-1, 3, 4)] == [[7], [9], []]
 
 
+def test_some_nodes_are_a_tree_in_their_order() -> None:
+    probs = torch.rand(len(TOKENS), 10)
+    some = DraftTree.of(TOKENS, PARENTS, probs, [0.5, 0.4, 0.3, 0.2, 0.1]).only([1, 3, 0, 4])
+    assert (some.token_list, some.parent_list, some.scores) == ([5, 6, 7, 9], [-1, 0, -1, 1], [0.4, 0.2, 0.5, 0.1])
+    assert some.probs is not None
+    assert torch.equal(some.probs, probs[[1, 3, 0, 4]])
+
+
 def test_a_chain_is_a_tree_of_integers() -> None:
     chain = DraftTree.chain(TOKENS)
     assert (chain.is_chain, chain.parents.tolist(), chain.probs) == (True, [-1, 0, 1, 2, 3], None)

@@ -42,14 +42,14 @@ from .generate import fetch as fetch, figures as figures, read_prompt as read_pr
 from .main import all_commands as all_commands, app as app
 from .serve import LISTENING as LISTENING, LinePrinter as LinePrinter, ServerFlags as ServerFlags
 from .terminal import (
-    LINE_S as LINE_S,
-    PAUSE_S as PAUSE_S,
+    Bar as Bar,
     Parts as Parts,
     command_group as command_group,
     counted_progress as counted_progress,
     examples as examples,
     messages as messages,
     minutes_left as minutes_left,
+    plain_table as plain_table,
     print_json as print_json,
     progress as progress,
     progress_bar as progress_bar,

@@ -144,8 +144,8 @@ class RemoteChatBackend(ChatBackend):
         return f"{self.served['id']} at {self._base}; speculation is {state}: {speculation.get('detail')}"
 
     @property
-    def can_switch(self) -> bool:
-        """See `ChatBackend`; only this package's server has a switch."""
+    @override
+    def can_switch(self) -> bool:  # only this package's server has a switch
         return self.served.get("owned_by") == "speculant"
 
     @override
@@ -324,7 +324,11 @@ def chat(
             f"--{flag} has no meaning in a conversation", "leave it out, or use speculant generate --chat."
         )
     sampling.params()  # checks ranges before anything is loaded
-    backend = _local(sampling, engine) if url is None else _remote(url, api_key, sampling, engine)
+    backend = (
+        _local(sampling, engine)
+        if url is None
+        else RemoteChatBackend(url, engine.remote_model(), api_key, sampling.fields())
+    )
     Conversation(backend, system, sys.stdin.isatty(), verbose).run()
 
 
@@ -333,14 +337,8 @@ def _local(sampling: SamplingFlags, engine: EngineFlags) -> ChatBackend:
     fetch(EngineConfig.from_arguments(**values))
     with progress("Loading the models"):
         llm = load(values)
-    llm.render_chat(
-        [{"role": "user", "content": "Hi"}]
-    )  # a model without a template is refused before anything is typed
+    llm.render_chat([{"role": "user", "content": "Hi"}])  # refuses a model without a template before anything is typed
     return LocalChatBackend(llm, sampling.params(llm.default_params))
-
-
-def _remote(url: str, api_key: str | None, sampling: SamplingFlags, engine: EngineFlags) -> ChatBackend:
-    return RemoteChatBackend(url, engine.remote_model(), api_key, sampling.fields())
 
 
 @dataclass

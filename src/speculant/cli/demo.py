@@ -6,14 +6,13 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from speculant.cli.terminal import examples, print_json, progress, results
+from speculant.cli.terminal import examples, plain_table, print_json, progress, results
 from speculant.errors import ConfigError
 from speculant.metrics import SpeculationMetrics
 from speculant.params import SamplingParams
@@ -117,7 +116,7 @@ def _introduce(console: Console, llm: LLM, params: SamplingParams, shape: str | 
 def _show_pair(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> ComparedPrompt:
     plain = _show_run(console, llm, prompt, replace(params, speculation=False))
     pair = ComparedPrompt(prompt, plain, _show_run(console, llm, prompt, params))
-    before, after = pool([pair.plain]), pool([pair.speculative])
+    before, after = pair.plain, pair.speculative
     console.print(
         f"{before.tokens_per_s:.0f} -> {after.tokens_per_s:.0f} tokens/s, "
         f"{before.target_passes} -> {after.target_passes} passes of the target, "
@@ -131,25 +130,22 @@ def _show_run(console: Console, llm: LLM, prompt: str, params: SamplingParams) -
     drafting = params.speculation is not False
     console.print("--- speculative" if drafting else "--- plain", style="bold")
     console.print(prompt, style=PROMPT, end="")
-    result = run(llm, prompt, params, lambda piece: console.print(piece.text, style=_style(piece, drafting), end=""))
+
+    def show(piece: StreamPiece) -> None:
+        style = "" if not drafting else ACCEPTED if piece.drafted else CHOSEN
+        console.print(piece.text, style=style, end="")
+
+    result = run(llm, prompt, params, show)
     console.print("\n")
     return result
 
 
-def _style(piece: StreamPiece, drafting: bool) -> str:
-    if not drafting:
-        return ""
-    return ACCEPTED if piece.drafted else CHOSEN
-
-
 def _conclude(console: Console, figures: dict[str, Any]) -> None:
-    table = Table(title="Plain and speculative", title_justify="left")
-    for heading, justify in (("", "left"), ("plain", "right"), ("speculative", "right")):
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
-    table.add_row("tokens/s", f"{figures['plain_tokens_per_s']:.0f}", f"{figures['speculative_tokens_per_s']:.0f}")
-    table.add_row(
-        "passes of the target", f"{figures['plain_target_passes']}", f"{figures['speculative_target_passes']}"
-    )
+    rows = [
+        ("tokens/s", f"{figures['plain_tokens_per_s']:.0f}", f"{figures['speculative_tokens_per_s']:.0f}"),
+        ("passes of the target", f"{figures['plain_target_passes']}", f"{figures['speculative_target_passes']}"),
+    ]
+    table = plain_table(("", "plain", "speculative"), rows, "Plain and speculative")
     console.print(table)
     console.print(f"{figures['speedup']:.2f} times as fast", style="bold")
     console.print(
@@ -163,7 +159,7 @@ def _conclude(console: Console, figures: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class DecodedPrompt:
-    """One prompt decoded once.
+    """One prompt decoded once, or several together.
 
     seconds: the engine's time, without the time for display. sampled_passes: see `TimingMetrics`.
     """
@@ -174,6 +170,16 @@ class DecodedPrompt:
     target_passes: int
     sampled_passes: int
     speculation: SpeculationMetrics
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second, the prompt included in the time."""
+        return len(self.token_ids) / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens per target pass that sampled them."""
+        return len(self.token_ids) / self.sampled_passes if self.sampled_passes else 0.0
 
 
 @dataclass(frozen=True)
@@ -190,38 +196,15 @@ class ComparedPrompt:
         return self.plain.token_ids == self.speculative.token_ids
 
 
-@dataclass(frozen=True)
-class Total:
-    """Sums over several decoded prompts of one kind."""
-
-    tokens: int
-    seconds: float
-    target_passes: int
-    sampled_passes: int
-    speculation: SpeculationMetrics = field(default_factory=SpeculationMetrics)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens per second, prompts included in the time."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """Tokens per target pass that sampled them."""
-        return self.tokens / self.sampled_passes if self.sampled_passes else 0.0
-
-
-def pool(runs: Sequence[DecodedPrompt]) -> Total:
-    """Add up runs."""
-    speculation = SpeculationMetrics()
-    for run in runs:
-        speculation.add(run.speculation)
-    return Total(
-        tokens=sum(len(run.token_ids) for run in runs),
-        seconds=sum(run.seconds for run in runs),
-        target_passes=sum(run.target_passes for run in runs),
-        sampled_passes=sum(run.sampled_passes for run in runs),
-        speculation=speculation,
+def pool(runs: Sequence[DecodedPrompt]) -> DecodedPrompt:
+    """Add up runs; the texts are left out."""
+    return DecodedPrompt(
+        "",
+        [token for run in runs for token in run.token_ids],
+        sum(run.seconds for run in runs),
+        sum(run.target_passes for run in runs),
+        sum(run.sampled_passes for run in runs),
+        SpeculationMetrics.total(run.speculation for run in runs),
     )
 
 
@@ -251,7 +234,7 @@ def summary(pairs: Sequence[ComparedPrompt]) -> dict[str, Any]:
     plain, fast = pool([pair.plain for pair in pairs]), pool([pair.speculative for pair in pairs])
     return {
         "prompts": len(pairs),
-        "tokens": fast.tokens,
+        "tokens": len(fast.token_ids),
         "plain_tokens_per_s": plain.tokens_per_s,
         "speculative_tokens_per_s": fast.tokens_per_s,
         "speedup": fast.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else 0.0,

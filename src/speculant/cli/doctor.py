@@ -417,7 +417,7 @@ class Machine:
 def inspect_machine() -> Machine:
     """Collect the facts. Measuring the speeds takes one or two seconds."""
     cuda, speeds = _cuda(), measure_speeds()
-    packages = _packages()
+    packages = {name: _version(name) for name in REQUIRED_PACKAGES}
     return Machine(
         speculant={"version": __version__, "python": platform.python_version(), "platform": platform.platform()},
         processor=_processor(),
@@ -490,10 +490,6 @@ def _cuda() -> dict[str, Any]:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {"available": count > 0, "devices": [torch.cuda.get_device_name(index) for index in range(count)]}
-
-
-def _packages() -> dict[str, str | None]:
-    return {name: _version(name) for name in REQUIRED_PACKAGES}
 
 
 def _version(name: str) -> str | None:
@@ -610,7 +606,7 @@ def measure_speeds() -> Speeds:
     import torch
 
     from speculant.kernels import Op, Pass, Type, aligned, open_kernels
-    from speculant.models import choose, linear, measure_gains, timed_bytes
+    from speculant.models import choose, gains_of, linear, time_packings, timed_bytes
 
     kernels = open_kernels()
     weight, x = torch.ones(N, K, dtype=torch.bfloat16), torch.ones(1, K)
@@ -625,7 +621,7 @@ def measure_speeds() -> Speeds:
     packed, out = kernels.pack(Type.BF16, weight), torch.empty(1, N)
     ops = (Op * 1)(linear(packed, x, out))
     native = num_bytes / _best(lambda: kernels.run(ops, Pass(rows=1))) / 1e9
-    return Speeds(read, by_torch, native, choose(measure_gains(kernels, DEPTHS, timed_bytes())))
+    return Speeds(read, by_torch, native, choose(gains_of(time_packings(kernels, DEPTHS, timed_bytes()))))
 
 
 def _best(work: Callable[[], object]) -> float:

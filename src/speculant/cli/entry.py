@@ -33,8 +33,5 @@ def prepare_streams() -> None:
         if isinstance(output, io.TextIOWrapper):
             output.reconfigure(errors="replace")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8" if _is_ascii(sys.stdin.encoding) else None, errors="strict")
-
-
-def _is_ascii(encoding: str) -> bool:
-    return encoding.lower() in ("ascii", "us-ascii", "ansi_x3.4-1968", "646")
+        is_ascii = sys.stdin.encoding.lower() in ("ascii", "us-ascii", "ansi_x3.4-1968", "646")
+        sys.stdin.reconfigure(encoding="utf-8" if is_ascii else None, errors="strict")

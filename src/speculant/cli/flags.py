@@ -220,7 +220,8 @@ class EngineFlags(FlagGroup):
 def accepts_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each parameter that is annotated with a group by the group's flags."""
     signature = inspect.signature(command, eval_str=True)
-    groups = {name: p.annotation for name, p in signature.parameters.items() if _is_group(p.annotation)}
+    kinds = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    groups = {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, FlagGroup)}
     own = [parameter for name, parameter in signature.parameters.items() if name not in groups]
     parameters = [*own, *(flag for group in groups.values() for flag in group.parameters())]
 
@@ -240,10 +241,6 @@ def set_parameters(command: Callable[..., None], parameters: Sequence[inspect.Pa
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
-
-
-def _is_group(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, FlagGroup)
 
 
 def parse_mapping(flag: str, text: str) -> dict[str, Any]:

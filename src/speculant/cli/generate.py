@@ -69,7 +69,11 @@ def generate(
     fetch(EngineConfig.from_arguments(**values))
     with progress("Loading the models"):
         llm = load(values)
-    asked = _conversation(llm, text, system) if chat else _prompt(llm, text, decoder_prompt)
+    if chat:
+        opening = [] if system is None else [{"role": "system", "content": system}]
+        asked: Prompt = llm.render_chat([*opening, {"role": "user", "content": text}])
+    else:
+        asked = _prompt(llm, text, decoder_prompt)
     params = sampling.params(llm.default_params)
     show = _print_document if as_json else _stream if params.n == 1 else _list
     with profiling(llm.engine, profile):
@@ -102,12 +106,6 @@ def _prompt(llm: LLM, text: str, decoder_prompt: str | None) -> Prompt:
     if not llm.has_source:
         raise RequestError("--decoder-prompt is for encoder-decoder models", "leave it out.")
     return {"encoder_prompt": text, "decoder_prompt": decoder_prompt}
-
-
-def _conversation(llm: LLM, text: str, system: str | None) -> Prompt:
-    """Return the prompt of one message to the model."""
-    opening = [] if system is None else [{"role": "system", "content": system}]
-    return llm.render_chat([*opening, {"role": "user", "content": text}])
 
 
 def _read_file(path: Path) -> str:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO
 
 import typer
+from typing_extensions import override
 
 from speculant.cli.flags import EngineFlags, FlagGroup, accepts_flags
 from speculant.cli.generate import fetch
@@ -21,8 +22,6 @@ from speculant.scale import REPLICA_FIELDS, ReplicaOptions, check_ray, replica_r
 from speculant.serving import ServerOptions
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from speculant.engine import AsyncEngine
 
 
@@ -181,7 +180,10 @@ def run(
     if replicas is None:
         app = make_app(partial(_load, values, describe), options, [short, values["model"]])
     else:
-        app = _front(values, options, replicas, describe)
+        check_ray()
+        from speculant.scale import LocalReplicas, make_front
+
+        app = make_front(LocalReplicas(values, options, replicas, describe), options)
     server = Server(
         app,
         options,
@@ -204,21 +206,12 @@ def _load(values: dict[str, Any], describe: Callable[..., None]) -> AsyncEngine:
     return engine
 
 
-def _front(
-    values: dict[str, Any], options: ServerOptions, replicas: ReplicaOptions, describe: Callable[..., None]
-) -> FastAPI:
-    """Return the application in front of replicas, which it deploys when it starts and ends with itself."""
-    check_ray()
-    from speculant.scale import LocalReplicas, make_front
-
-    return make_front(LocalReplicas(values, options, replicas, describe), options)
-
-
 class LinePrinter(logging.StreamHandler[TextIO]):
     """Prints lines as they come. If the program that reads them has ended, they are dropped."""
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name that the base class calls
-        """See `logging.Handler.handleError`, which would print a traceback for each line."""
+    @override
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass  # the base class would print a traceback for each line
 
 
 def _print_access_log() -> None:

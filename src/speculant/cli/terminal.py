@@ -7,8 +7,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -23,6 +24,7 @@ from speculant.errors import SpeculantError
 if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.status import Status
+    from rich.table import Table
 
 
 SPINNER = "dots"
@@ -38,7 +40,8 @@ class WholeSummaries(typer.core.TyperGroup):
         """Return the command of a name; None if there is none."""
         command = super().get_command(ctx, cmd_name)
         if command is not None:
-            command.short_help = command.short_help or _first_paragraph(command.help or "")
+            paragraph = (command.help or "").strip().partition("\n\n")[0]
+            command.short_help = command.short_help or " ".join(paragraph.split())
         return command
 
 
@@ -53,10 +56,6 @@ def command_group(kind: type[WholeSummaries] = WholeSummaries, **settings: Any) 
         context_settings={"help_option_names": ["-h", "--help"]},
         **settings,
     )
-
-
-def _first_paragraph(text: str) -> str:
-    return " ".join(text.strip().partition("\n\n")[0].split())
 
 
 def examples(*commands: str) -> str:
@@ -122,6 +121,20 @@ def print_json(value: Mapping[str, Any]) -> None:
     sys.stdout.write(text.translate({each: f"\\u{each:04x}" for each in _CONTROL if each > ord(" ")}) + "\n")
 
 
+def plain_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", styles: Sequence[str | None] = ()
+) -> Table:
+    """Return a table without lines: the first column is text, the others are figures. styles: of the rows."""
+    from rich.table import Table
+
+    table = Table(box=None, title=title or None, title_justify="left", title_style="bold", pad_edge=False)
+    for place, heading in enumerate(header):
+        table.add_column(heading, justify="right" if place else "left")
+    for row, style in zip_longest(rows, styles):
+        table.add_row(*row, style=style)
+    return table
+
+
 class Parts:
     """Shows the current task: at once on a terminal, otherwise in occasional lines.
 
@@ -184,11 +197,48 @@ def progress(doing: str) -> Iterator[None]:
         yield
 
 
-def progress_bar(console: Console, **settings: Any) -> Progress:
-    """Return a bar with a description and the time that passed."""
+class Bar:
+    """Shows how much is done: a bar on a terminal, otherwise a line now and then.
+
+    Lines are as far apart as the time so far, from PAUSE_S to LINE_S seconds; the first one comes after `first_s`.
+    """
+
+    def __init__(self, console: Console, bar: Progress | None, total: float, first_s: float) -> None:
+        self._console, self._bar, self._started = console, bar, time.perf_counter()
+        self._task = None if bar is None else bar.add_task("", total=total)
+        self._line_due, self._result_due = self._started + first_s, 0.0
+
+    def show(self, done: float, text: str) -> None:
+        """Show how much is done, and a text."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=done, description=text)
+        elif time.perf_counter() >= self._line_due:
+            self._print(text)
+
+    def show_result(self, text: str) -> None:
+        """Print an interim result: each one beside a bar, otherwise one now and then."""
+        if self._bar is not None or time.perf_counter() >= self._result_due:
+            self._print(text)
+            self._result_due = self._line_due
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(text, style="dim"))  # a style given to `print` would also apply to the bar
+        now = time.perf_counter()
+        self._line_due = now + min(LINE_S, max(PAUSE_S, now - self._started))
+
+
+@contextmanager
+def progress_bar(total: float = 1.0, first_s: float | None = None, **settings: Any) -> Iterator[Bar]:
+    """Yield an object that shows the progress of the block; see `Bar`. settings: of rich's bar."""
+    console, first_s = messages(), SOON_S if first_s is None else first_s
+    if not console.is_terminal:
+        yield Bar(console, None, total, first_s)
+        return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    return Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, **settings)
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, **settings) as bar:
+        yield Bar(console, bar, total, first_s)
 
 
 def minutes_left(elapsed_s: float, done: float) -> str:
@@ -204,26 +254,14 @@ def counted_progress(doing: str, number: int) -> Iterator[Counted]:
     """Yield a function that shows how many of a number of lines are done, and the time left.
 
     Its arguments are how many are done, how many of them were done before, and what returns further text for the
-    seconds since the beginning. It shows a bar on a terminal, otherwise a line now and then.
+    seconds since the beginning.
     """
-    console, started = messages(), time.perf_counter()
-    due = started + SOON_S
+    started = time.perf_counter()
+    with progress_bar(number) as bar:
 
-    def line(done: int, before: int, more: Callable[[float], str]) -> str:
-        seconds = time.perf_counter() - started
-        left = f", {minutes_left(seconds, (done - before) / (number - before))}" if done > before else ""
-        return f"{doing}: {done:,} of {number:,} lines, {more(seconds)}{left}"
+        def show(done: int, before: int, more: Callable[[float], str]) -> None:
+            seconds = time.perf_counter() - started
+            left = f", {minutes_left(seconds, (done - before) / (number - before))}" if done > before else ""
+            bar.show(done, f"{doing}: {done:,} of {number:,} lines, {more(seconds)}{left}")
 
-    def print_line(done: int, before: int, more: Callable[[float], str]) -> None:
-        nonlocal due
-        now = time.perf_counter()
-        if now >= due:
-            console.print(line(done, before, more))
-            due = now + min(LINE_S, max(PAUSE_S, now - started))
-
-    if not console.is_terminal:
-        yield print_line
-        return
-    with progress_bar(console) as bar:
-        task = bar.add_task(doing, total=number)
-        yield lambda done, before, more: bar.update(task, completed=done, description=line(done, before, more))
+        yield show

@@ -63,7 +63,6 @@ from .lookup.prediction import (
     Alignment as Alignment,
     PredictionDrafter as PredictionDrafter,
 )
-from .lookup.random import RandomDrafter as RandomDrafter
 from .lookup.reading import (
     LONGEST_SCORED as LONGEST_SCORED,
     LookupDrafter as LookupDrafter,

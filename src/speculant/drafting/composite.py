@@ -305,8 +305,9 @@ class CompositeDrafter(StatelessDrafter):
     ) -> Proposals:
         """Return a sub-drafter's non-empty drafts for pairs (request, limit), within its own limits too."""
         needs, wanted = guarded.drafter.needs, list[tuple[Request, int]]()
+        bounded = needs.max_nodes is not None or needs.max_positions is not None
         for request, limit in pairs:
-            own = bound(needs, request, limit)
+            own = bound(needs, request, limit) if bounded or request.search is not None else limit
             if own > 0:
                 if request.seq_id not in guarded.begun:  # one that failed has ended
                     guarded.begin(request, self._sources.get(request.seq_id))

@@ -33,7 +33,7 @@ from speculant.drafting.composite import Proposals
 from speculant.drafting.topology import Distributions, DynamicTree, Pick, StaticTree, TreeTopology
 from speculant.kernels import REFERENCE, Sampler
 from speculant.models import CausalLM, Chain, SequenceInput, build_batch, known
-from speculant.sampling import Chances, KeyedNoise, MostLikely, Node, distribution, rank, take_rows, top_tokens
+from speculant.sampling import Chances, KeyedNoise, Node, distribution, rank, take_rows, top_tokens
 from speculant.tree import tokens_to
 from speculant.types import DraftTree, Request
 
@@ -406,9 +406,7 @@ class DynamicGrowth(Growth):
     @override
     def computed_tree(self) -> DraftTree:
         """Return the inner nodes."""
-        places = {node: place for place, node in enumerate((-1, *self._inner), -1)}
-        tokens = [self.tokens[node] for node in self._inner]
-        return DraftTree.of(tokens, [places[self.parents[node]] for node in self._inner])
+        return super().computed_tree().only(self._inner)
 
     @override
     def rows(self) -> Iterable[int]:
@@ -444,16 +442,11 @@ def rerank(chain: Chain, count: int) -> DraftTree:
     """Return the `count` nodes with the highest confidence, the best first; a parent comes before its children."""
     assert chain.parents is not None
     assert chain.scores is not None
-    confidences = list[float]()
-    for parent, score in zip(chain.parents, chain.scores, strict=True):
-        confidences.append(min(1.0, score) * (1.0 if parent < 0 else confidences[parent]))
+    scores, confidences = [min(1.0, score) for score in chain.scores], list[float]()
+    for parent, score in zip(chain.parents, scores, strict=True):
+        confidences.append(score * (1.0 if parent < 0 else confidences[parent]))
     kept = sorted(range(len(confidences)), key=lambda node: -confidences[node])[:count]
-    places = {node: place for place, node in enumerate((-1, *kept), -1)}
-    return DraftTree.of(
-        [chain.tokens[node] for node in kept],
-        [places[chain.parents[node]] for node in kept],
-        scores=[min(1.0, chain.scores[node]) for node in kept],
-    )
+    return DraftTree.of(chain.tokens, chain.parents, scores=scores).only(kept)
 
 
 def draft_shaped(
@@ -491,19 +484,18 @@ def draft_shaped(
 
 
 def _shaped(plan: Chain, topology: StaticTree | DynamicTree, wanted: int) -> Chain:
-    """Return a plan of a tree; a greedy request's siblings are the likeliest tokens.
+    """Return a plan of a tree.
 
     A dynamic tree is as deep as its draft of `wanted` nodes may be and its cache has room for.
     """
     if not plan.limit:
         return replace(plan)
-    chance = MostLikely() if plan.request.drafts.shared_noise and plan.request.params.greedy else plan.chance
     if isinstance(topology, DynamicTree):
         topk = topology.topk
         depth = min(topology.depth, wanted, 1 + (plan.limit - 1) // topk)
-        return replace(plan, topk=topk, limit=topk + (depth - 1) * topk**2, chance=chance)
+        return replace(plan, topk=topk, limit=topk + (depth - 1) * topk**2)
     widths = topology.within(plan.limit).widths
-    return replace(plan, widths=widths, limit=len(widths) - 1, chance=chance)
+    return replace(plan, widths=widths, limit=len(widths) - 1)
 
 
 class BeamGrowth(Growth):

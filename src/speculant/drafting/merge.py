@@ -110,13 +110,9 @@ class Merge:
     def tree(self, limit: int) -> DraftTree:
         """Return the tree of the `limit` nodes with the highest estimated survival, in the order they were added."""
         scores = [UNKNOWN_SCORE if score is None else score for score in self.scores]
-        kept = best_nodes(self.parents, scores, limit)
-        places = {node: place for place, node in enumerate(kept)} | {-1: -1}
-        return DraftTree.of(
-            [self.tokens[node] for node in kept],
-            [places[self.parents[node]] for node in kept],
-            scores=None if all(score is None for score in self.scores) else [scores[node] for node in kept],
-        )
+        known = None if all(score is None for score in self.scores) else scores
+        whole = DraftTree.of(self.tokens, self.parents, scores=known)
+        return whole.only(best_nodes(self.parents, scores, limit))
 
 
 def best_nodes(parents: Sequence[int], scores: Sequence[float], limit: int) -> list[int]:

@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 from torch import Tensor
+from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, require_no_stop
 from speculant.errors import ConfigError
@@ -52,7 +53,7 @@ class TreeTopology(Protocol):
 
 
 @dataclass(frozen=True)
-class StaticTree:
+class StaticTree(TreeTopology):
     """A fixed shape. A path lists the ranks among siblings from the root to a node; `paths` has one for every node.
 
     Siblings are drawn without replacement, from the first source.
@@ -70,22 +71,23 @@ class StaticTree:
         return cls(frozenset(paths))
 
     @property
+    @override
     def root(self) -> tuple[int, ...]:
-        """See `TreeTopology.root`."""
         return ()
 
     @property
+    @override
     def most_nodes(self) -> int:
-        """See `TreeTopology.most_nodes`."""
         return len(self.paths)
 
     @property
+    @override
     def depth(self) -> int:
-        """See `TreeTopology.depth`."""
         return max(map(len, self.paths))
 
+    @override
     def within(self, size: int) -> StaticTree:
-        """See `TreeTopology.within`; nodes near the root and of low rank come first."""
+        """Nodes near the root and of low rank come first."""
         return self if size >= len(self.paths) else _best_nodes(self.paths, size)
 
     def is_whole(self) -> bool:
@@ -101,10 +103,10 @@ class StaticTree:
         counts = Counter(path[:-1] for path in self.paths)
         return tuple(counts[path] for path in ((), *sorted(self.paths, key=lambda path: (len(path), path))))
 
+    @override
     def children(
         self, node: tuple[int, ...], probs: Distributions, pick: Pick, distinct: bool, sampler: Sampler = REFERENCE
     ) -> list[Child]:
-        """See `TreeTopology.children`."""
         children, (token_probs, *_) = list[Child](), probs
         while (
             (place := (*node, len(children))) in self.paths and token_probs is not None and float(token_probs.sum()) > 0

@@ -187,7 +187,7 @@ class Frontend(ABC, Generic[_Pieces]):
         source = chat_template or self._chat_template or self.tokenizer.template_for(given is not None)
         conversation, mark = read_messages(messages, source), secrets.token_hex(16)
         shown = with_mark(conversation, mark) if continue_final_message else conversation
-        text = self.tokenizer.render_template(source, shown, begins, {"tools": given, **variables})
+        text = self.tokenizer.apply_chat_template(shown, begins, {"tools": given, **variables}, source)
         check_roles(conversation, source or "", text)
         if continue_final_message:
             text = up_to_mark(text, mark, conversation[-1]["content"])

@@ -32,8 +32,8 @@ from speculant.models import (
     Chain,
     Checkpoint,
     CheckpointFiles,
+    HeadHost,
     Hidden,
-    RoundsHeads,
     SequenceInput,
     TimesWeights,
     build_batch,
@@ -252,7 +252,7 @@ class HeadRounding:
         model = self.target.model
         if self.given != AUTO:
             return _hosted_by(context, hosting(model, rounded(self.given)))
-        if not isinstance(model, RoundsHeads):
+        if not isinstance(model, HeadHost):
             return context
         own = [build.__module__, str(context.model), _state_of(context.model), str(sorted(context.options.items()))]
 
@@ -284,7 +284,7 @@ def hosting(target: CausalLM, quantization: str | None) -> CausalLM:
     """Return a target for heads in a type; None = that of its cache. Raises ConfigError if it can't compute them."""
     if quantization is None:
         return target
-    if not isinstance(target, RoundsHeads):
+    if not isinstance(target, HeadHost):
         raise ConfigError(
             f"draft_quantization={quantization!r} rounds a head on the kernels of its target, and those of this target"
             " compute no rounded heads",

@@ -362,7 +362,7 @@ def verify_sound(verifier: Verifier, tree: DraftTree, p: Tensor, maxima: Sequenc
         if node in failed:  # it is a leaf now, and the draw from its row is not used
             p[1 + place] = 0.0
             p[1 + place, 0] = 1.0
-    verdict = verifier.verify(_only(tree, nodes), p, chance)
+    verdict = verifier.verify(tree.only(nodes), p, chance)
     path = tuple(nodes[node] for node in verdict.path)
     if path and path[-1] in failed:
         return Verdict(path[:-1], tree.token_list[path[-1]])
@@ -376,14 +376,6 @@ def _not_below(tree: DraftTree, failed: set[int]) -> list[int]:
         if parent in failed or parent in below:
             below.add(node)
     return [node for node in range(tree.size) if node not in below]
-
-
-def _only(tree: DraftTree, nodes: Sequence[int]) -> DraftTree:
-    """Return the tree of some nodes, whose parents are among them."""
-    places = {-1: -1, **{node: place for place, node in enumerate(nodes)}}
-    parents = [places[tree.parent_list[node]] for node in nodes]
-    probs = None if tree.probs is None else tree.probs[list(nodes)]
-    return DraftTree.of([tree.token_list[node] for node in nodes], parents, probs)
 
 
 def advance_sound(

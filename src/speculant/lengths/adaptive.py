@@ -206,15 +206,6 @@ class StepPlan:
     seconds: list[float] = field(default_factory=list)
     given: set[int] = field(default_factory=set)
 
-    @classmethod
-    def plain(cls, schedule: Schedule, made_for: list[tuple[int, int, bool]], costs: StepCosts, left: int) -> StepPlan:
-        """Return the plan that drafts nothing for a number of steps."""
-        rows, keys = list[int](), list[int]()
-        for (_, own, _), item in zip(made_for, schedule.items, strict=True):
-            rows.append(own)
-            keys.append(item.start + item.count)
-        return cls(made_for, [0] * len(rows), sum(rows), costs.attention(rows, keys), left=left)
-
     def steps_s(self, costs: StepCosts, most: int) -> list[float]:
         """Return the seconds of the step with 0 to at least `most` nodes, without drafting."""
         if len(self.seconds) <= most:
@@ -297,12 +288,6 @@ def _firsts(values: Array) -> Array:
     firsts = np.zeros(len(values), bool)
     firsts[np.unique(values, return_index=True)[1]] = True
     return firsts
-
-
-def asked_length(request: Request) -> int | None:
-    """Return the number of draft tokens that a request sets itself; the cost does not change it."""
-    speculation = request.params.speculation
-    return speculation.get("num_speculative_tokens") if isinstance(speculation, Mapping) else None
 
 
 @dataclass
@@ -477,28 +462,28 @@ class Adaptive(DraftLength):
 
     def _make(self, schedule: Schedule, work: list[tuple[int, int, bool]], before: StepPlan) -> StepPlan:
         """Return the plan of the next steps; work: see `StepPlan.made_for`."""
-        plan, by_method = (
-            StepPlan.plain(schedule, work, self._costs, RESTS),
-            dict[str, tuple[list[int], list[Request]]](),
-        )
-        for place, (item, (_, _, decodes)) in enumerate(zip(schedule.items, work, strict=True)):
-            request, method = item.request, item.request.drafts.method
-            plan.pure = plan.pure and decodes and request.search is None
-            if (asked := asked_length(request)) is not None or request.search is not None:
+        rows, keys, by_method = list[int](), list[int](), dict[str, dict[int, Request]]()
+        for (_, own, _), item in zip(work, schedule.items, strict=True):
+            rows.append(own)
+            keys.append(item.start + item.count)
+        plan = StepPlan(work, [0] * len(rows), sum(rows), self._costs.attention(rows, keys), left=RESTS)
+        for place, item in enumerate(schedule.items):
+            request, method, given = item.request, item.request.drafts.method, item.request.params.speculation
+            asked = given.get("num_speculative_tokens") if isinstance(given, Mapping) else None
+            plan.pure = plan.pure and item.decodes and request.search is None
+            if asked is not None or request.search is not None:
                 plan.lengths[place] = self._most(request) if asked is None else asked
                 plan.left = HOLDS
                 if asked is not None:
                     plan.given.add(request.seq_id)
-            elif decodes and method is not None:
-                places, requests = by_method.setdefault(method, ([], []))
-                places.append(place)
-                requests.append(request)
+            elif item.decodes and method is not None:
+                by_method.setdefault(method, {})[place] = request
         self._drawn = {}
         if plan.pure and self._tries_plain(by_method, before):
             plan.left, plan.gain = PLAIN_STEPS, before.gain
             return plan
-        for method, (places, requests) in by_method.items():
-            for place, length in zip(places, self._lengths(plan, method, requests), strict=True):
+        for method, requests in by_method.items():
+            for place, length in zip(requests, self._lengths(plan, method, [*requests.values()]), strict=True):
                 plan.lengths[place] = length
         return plan
 
@@ -558,8 +543,10 @@ class Adaptive(DraftLength):
             found: Array = pass_s[nodes + (nodes + sequences) * np.minimum(depth, own)] + draft_s[sequences, depth]
             return found
 
-        def price(counts: Sequence[int]) -> float:
-            return float(seconds(*map(np.array, (sum(counts), sum(map(bool, counts)), max(counts))))) / plain_s - 1
+        def prices(*choices: Sequence[int]) -> list[float]:
+            table = np.array(choices)
+            steps_s = seconds(table.sum(1), np.count_nonzero(table, 1), table.max(1))
+            return list(map(float, steps_s / plain_s - 1))
 
         experiments, trial, longer = self._experiments, ("draft", method), ("longer", method)
         chosen = choose_jointly(self._offers(method, requests, most), count, seconds)
@@ -573,7 +560,8 @@ class Adaptive(DraftLength):
             twice = [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)]
             if twice == counts or experiments.left(*longer):
                 return counts
-            experiments.begin(*longer, price=price(twice) - price(counts))
+            of_twice, of_counts = prices(twice, counts)
+            experiments.begin(*longer, price=of_twice - of_counts)
             plan.left = 1 + bool(own)
             return twice
         if not experiments.left(*trial):
@@ -581,19 +569,14 @@ class Adaptive(DraftLength):
             tried, wait_s = self._backlogs.affordable(method, requests, probes, plain_s / count)
             if any(tried):
                 plan.planned.append(method)
-                gain = self._expected(method, requests, tried) / count
-                experiments.begin(*trial, price=max(0.0, price(tried) - gain) + wait_s / plain_s)
+                gain = sum(map(sum, map(known.acceptance.survivals, requests, tried))) / count
+                experiments.begin(*trial, price=max(0.0, prices(tried)[0] - gain) + wait_s / plain_s)
                 plan.left = 1 + bool(own)  # look-ahead rows are computed a step before their draft
                 return tried
         plan.left = min(plan.left, experiments.left(*trial) or RESTS)  # one that is due may not be affordable
         for request in requests:
             known.acceptance.forget(request, plan.left)
         return counts
-
-    def _expected(self, method: str, requests: Sequence[Request], counts: Sequence[int]) -> float:
-        """Return how many tokens of chains without scores are expected to be accepted."""
-        acceptance = self._methods[method].acceptance
-        return sum(sum(acceptance.survivals(each, count)) for each, count in zip(requests, counts, strict=True))
 
     def _offers(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> Offers:
         """Return the nodes that drafts without scores may have; chains end before one that is not worth its row."""
@@ -746,7 +729,7 @@ class Adaptive(DraftLength):
     def _follow(self, step: ObservedStep, timing: StepTiming, draft_s: float) -> None:
         """Follow the costs of a step with drafts."""
         plan, rows = self._plan, step.rows
-        attention_s = plan.attention.seconds(rows)
+        attention_s = plan.attention.plain_s + rows * plan.attention.node_s
         self._costs.observe_step(self._experiments.step, plan.rows + rows, len(plan.lengths), timing, attention_s)
         if len(step.asked) == 1 and not (step.late or step.forced or (self._scores and self._drawn)):
             ((method, sequences),) = step.asked.items()

@@ -147,10 +147,6 @@ class AttentionSeconds(NamedTuple):
     plain_s: float = 0.0
     node_s: float = 0.0
 
-    def seconds(self, nodes: int) -> float:
-        """Return the seconds with a number of nodes."""
-        return self.plain_s + nodes * self.node_s
-
 
 NO_ATTENTION = AttentionSeconds()
 

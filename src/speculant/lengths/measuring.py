@@ -141,7 +141,7 @@ class Calibration(Measurement):
         return costs
 
     def _fill(self, costs: StepCosts, kept: Mapping[str, Any], path: Path) -> None:
-        costs.passes = CostCurve(points(kept["passes"]), partial(relative_reads_of, self._target))
+        costs.passes = CostCurve(points(kept["passes"]), relative_reads_of(self._target))
         costs.passes.level.learnt = partial(drop_if_wrong, path, kept["spread"])
         costs.keys = KeyCosts(*kept["keys"])
         costs.readings = {method: Reading(*seconds) for method, seconds in kept["readings"].items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain as chained
 from types import MappingProxyType
@@ -311,41 +311,31 @@ class EncodesSources(Protocol):
 
 
 @runtime_checkable
-class KeepsScratch(Protocol):
-    """A model that keeps memory from pass to pass, besides its weights and its cache."""
+class KnowsSizes(Protocol):
+    """A model that knows what its passes read, and the memory that it takes besides its cache."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """How many bytes of memory its matrices take."""
+        ...
 
     def scratch_bytes(self, rows: int, positions: int) -> int:
         """Return the most bytes that passes of `rows` rows keep, over sequences of up to `positions` positions."""
-        ...
-
-
-def scratch_of(model: CausalLM, rows: int, positions: int) -> int:
-    """Return the most bytes of scratch memory that a model keeps; 0 for one that keeps none."""
-    return model.scratch_bytes(rows, positions) if isinstance(model, KeepsScratch) else 0
-
-
-@runtime_checkable
-class ReadsByRows(Protocol):
-    """A model whose passes read more weights the more rows they have."""
+        return 0
 
     def relative_reads(self, rows: int) -> float:
         """Return the expected weights that a pass of `rows` rows reads, divided by those that one row reads."""
         ...
 
 
-def relative_reads_of(model: CausalLM, rows: int) -> float:
-    """Return `ReadsByRows.relative_reads` of a model; 1 for one whose passes all read the same."""
-    return model.relative_reads(rows) if isinstance(model, ReadsByRows) else 1.0
+def scratch_of(model: CausalLM, rows: int, positions: int) -> int:
+    """Return the most bytes of scratch memory that a model keeps; 0 for one that does not know."""
+    return model.scratch_bytes(rows, positions) if isinstance(model, KnowsSizes) else 0
 
 
-@runtime_checkable
-class HoldsWeights(Protocol):
-    """A model that knows the size of its weights."""
-
-    @property
-    def weight_bytes(self) -> int:
-        """How many bytes of memory its matrices take."""
-        ...
+def relative_reads_of(model: CausalLM) -> Callable[[int], float]:
+    """Return `KnowsSizes.relative_reads` of a model; 1 for one that does not know."""
+    return model.relative_reads if isinstance(model, KnowsSizes) else lambda rows: 1.0
 
 
 @runtime_checkable
@@ -366,7 +356,7 @@ class Truncatable(Protocol):
         ...
 
 
-class BackendModel(RunsPasses, EncodesSources, ReadsByRows, HoldsWeights, ConvertsKeys, Truncatable, Protocol):
+class BackendModel(RunsPasses, EncodesSources, KnowsSizes, ConvertsKeys, Truncatable, Protocol):
     """What the models of this package's own backends can do."""
 
 

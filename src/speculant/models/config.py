@@ -237,43 +237,30 @@ class _Reader:
 
     def read(self, kind: str) -> Rope:
         """Return the rotary positions of a kind."""
-        beta = number(self.settings, "llama_4_scaling_beta", 0.0, 0, MOST_FACTOR)
-        original = self.original if beta else 0
-        if kind == "factors":
-            return self.own(original, beta)
+        beta, scale, dims = number(self.settings, "llama_4_scaling_beta", 0.0, 0, MOST_FACTOR), 1.0, None
+        factors: tuple[float, ...] = ()
+        long: tuple[float, ...] = ()
         if kind == "dynamic":
             self.need("factor")
             return Rope(self.theta, kind, self.factor, self.max_positions, dims=self.rotated)
-        if kind == "default" and self.share is None:  # which needs no head_dim: it may be unknown
-            return Rope(self.theta, original_max_positions=original, query_beta=beta)
-        made = _KINDS[kind](self)
-        factors, long = self._divisors(made.frequencies), self._divisors(made.long)
-        restarts, pairs = long not in ((), factors), len(factors)
-        plain = not restarts and all(each == 1 for each in factors)
+        if kind == "factors":  # of a head that was trained here; see `rope_entries`
+            factors, long, dims = self.optional_list("factors"), self.optional_list("long_factors"), self.rotated
+            scale = number(self.settings, "attention_factor", 1.0, 0, MOST_FACTOR)
+        elif kind != "default" or self.share is not None:  # else it needs no head_dim, which may be unknown
+            made = _KINDS[kind](self)
+            factors, long = self._divisors(made.frequencies), self._divisors(made.long)
+            pairs, scale = len(factors), made.scale
+            long = () if long == factors else long
+            factors = () if not long and all(each == 1 for each in factors) else factors
+            dims = None if 2 * pairs == self.head_dim else 2 * pairs
         return Rope(
             self.theta,
-            kind="default" if plain else "factors",
-            factors=() if plain else factors,
-            long_factors=long if restarts else (),
-            original_max_positions=self.original if restarts else original,
-            dims=None if 2 * pairs == self.head_dim else 2 * pairs,
-            scale=made.scale,
-            query_beta=beta,
-        )
-
-    def own(self, original: int, beta: float) -> Rope:
-        """Read the settings of a head that was trained here; see `rope_entries`."""
-        settings = self.settings
-        plain, long = settings.get("factors") is None, settings.get("long_factors") is not None
-        factors, long_factors = () if plain else self.list_of("factors"), self.list_of("long_factors") if long else ()
-        return Rope(
-            self.theta,
-            kind="default" if plain else "factors",
+            kind="factors" if factors else "default",
             factors=factors,
-            long_factors=long_factors,
-            original_max_positions=self.original if long else original,
-            dims=self.rotated,
-            scale=number(self.settings, "attention_factor", 1.0, 0, MOST_FACTOR),
+            long_factors=long,
+            original_max_positions=self.original if long or beta else 0,
+            dims=dims,
+            scale=scale,
             query_beta=beta,
         )
 
@@ -425,6 +412,10 @@ class _Reader:
         return tuple(
             math.inf if each is None else number({key: each}, key, None, 1 / MOST_FACTOR, MOST_FACTOR) for each in given
         )
+
+    def optional_list(self, key: str) -> tuple[float, ...]:
+        """Return `list_of`; () for an absent entry."""
+        return () if self.settings.get(key) is None else self.list_of(key)
 
     def _divisors(self, frequencies: Tensor | None) -> tuple[float, ...]:
         """Return the factors of frequencies, so that dividing by them in float64 gives the same float32 numbers."""

@@ -11,26 +11,17 @@ A family with the common tensor names and the common metadata needs only its arc
 from __future__ import annotations
 
 import math
-import mmap
 import re
-import struct
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
-import torch
-from torch import Tensor
-from typing_extensions import override
-
 from speculant import plugins
 from speculant.errors import ModelError
-from speculant.files import Stamp
-from speculant.gguf_file import GgufFile, GgufTensor, end_tokens
-from speculant.models.config import FULL, MOST, MOST_FACTOR, MOST_HEAD_DIM, SLIDING, is_whole, listed, show
+from speculant.gguf_file import GgufFile, end_tokens
+from speculant.models.config import FULL, MOST, MOST_FACTOR, MOST_HEAD_DIM, SLIDING, is_whole, show
 from speculant.models.description import (
     DecoderConfig,
     Experts,
@@ -45,7 +36,7 @@ from speculant.models.description import (
     map_modules,
 )
 from speculant.models.sizes import AFTER_ATTENTION, AFTER_MLP, BEFORE_ATTENTION, BEFORE_MLP, EXPERT, LAYER, layer_norms
-from speculant.models.weights.source import FLOATS, QuantizedBlocks, StoredWeights, decodable, decode
+from speculant.models.weights.source import StoredWeights, map_tensor
 
 GGUF_TABLE, GGUF_HEAD = "token_embd.weight", "output.weight"
 BLOCK = "blk.{}."  # begins the names of a layer's tensors
@@ -593,12 +584,7 @@ def _divisors(file: GgufFile, name: str) -> list[float] | None:
         raise ModelError(
             f"{file.path} has {name} of the shape {list(tensor.shape)} in {tensor.kind}, not a vector in F32", _DAMAGED
         )
-    try:
-        with tensor.file.open("rb") as opened:
-            opened.seek(tensor.offset)
-            return [_checked(file, each) for each in struct.unpack(f"<{tensor.shape[0]}f", opened.read(tensor.size))]
-    except (OSError, struct.error) as error:
-        raise ModelError(f"{name} can't be read from {tensor.file}: {error}", _DAMAGED) from error
+    return [_checked(file, each) for each in map_tensor(tensor).tolist()]
 
 
 def _checked(file: GgufFile, factor: Any) -> float:
@@ -650,95 +636,7 @@ def _end_tokens(file: GgufFile, vocab_size: int) -> list[int]:
     return sorted(found)
 
 
-GOOD = "Q4_K_M, Q5_K_M, Q6_K or Q8_0"  # files whose blocks the native kernels multiply by
-
-
-@dataclass(frozen=True)
-class GgufWeights(StoredWeights):
-    """A `WeightSource`: the tensors of a file, or of all parts of a split one."""
-
-    file: GgufFile
-
-    @property
-    @override
-    def described_by(self) -> str:
-        return "its metadata"
-
-    @property
-    @override
-    def place(self) -> Path:
-        """The file, or the first part."""
-        return self.file.path
-
-    @override
-    def names(self) -> Collection[str]:
-        """Without the factors of rotary positions, which the description holds."""
-        return [name for name in self.file.tensors if name not in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)]
-
-    @override
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.file.tensors[name].shape
-
-    @override
-    def kind(self, name: str) -> str:
-        return self.file.tensors[name].kind
-
-    @override
-    def stamps(self) -> list[Stamp]:
-        """Those of all parts."""
-        return [Stamp.of(part) for part in self.file.parts]
-
-    @override
-    def quantised_kinds(self) -> list[str]:
-        return sorted({self.file.tensors[name].kind for name in self.names()} - FLOATS.keys())
-
-    @override
-    def common_dtype(self) -> torch.dtype:
-        if self.quantised_kinds():
-            return torch.bfloat16
-        sizes = Counter[str]()
-        for name in self.names():
-            sizes[self.kind(name)] += math.prod(self.shape(name))
-        return FLOATS[sizes.most_common(1)[0][0]]
-
-    @override
-    def check_kinds(self) -> None:
-        kinds = {name: self.file.tensors[name].kind for name in self.names()}
-        wrong = sorted(f"{name} is {kind}" for name, kind in kinds.items() if not _is_readable(kind))
-        if wrong:
-            raise ModelError(
-                f"{self.place} has tensors of kinds that can't be decoded ({listed(wrong)})",
-                f"use a file of the model in {GOOD}, or with floating-point weights.",
-            )
-
-    @override
-    def read(self, name: str) -> Tensor | QuantizedBlocks:
-        """Blocks are mapped; the mapping ends with the tensor."""
-        tensor = self.file.tensors[name]
-        content = _mapped(tensor)
-        if tensor.kind in FLOATS:
-            return content.view(FLOATS[tensor.kind]).view(tensor.shape)
-        *rows, depth = tensor.shape
-        blocks = QuantizedBlocks(tensor.kind.lower(), tensor.shape, content.view(math.prod(rows), -1))
-        if rows:
-            return blocks
-        return decode(replace(blocks, shape=(1, depth)), torch.float32)[0]
-
-
-def _is_readable(kind: str) -> bool:
-    return kind in FLOATS or decodable(kind.lower())
-
-
-def _mapped(tensor: GgufTensor) -> Tensor:
-    """Map the bytes of a tensor. A write would change this process's copy of a page, never the file."""
-    before = tensor.offset % mmap.ALLOCATIONGRANULARITY
-    try:
-        with tensor.file.open("rb") as file:
-            pages = mmap.mmap(
-                file.fileno(), tensor.size + before, access=mmap.ACCESS_COPY, offset=tensor.offset - before
-            )
-    except (OSError, ValueError) as error:  # the file has become shorter
-        raise ModelError(
-            f"{tensor.file} can't be read: {error}", "check that it is complete and that you may read it."
-        ) from error
-    return torch.frombuffer(pages, dtype=torch.uint8)[before:]
+def gguf_weights(file: GgufFile) -> StoredWeights:
+    """Return the tensors of a file, without the factors of rotary positions, which the description holds."""
+    places = {name: place for name, place in file.tensors.items() if name not in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)}
+    return StoredWeights(places, file.path, file.parts, "its metadata")

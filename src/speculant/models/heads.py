@@ -74,15 +74,6 @@ class Linears(Protocol):
         ...
 
 
-@runtime_checkable
-class LinearHost(Protocol):
-    """A `CausalLM` that multiplies by further matrices with kernels of its own."""
-
-    def linears(self, matrices: Sequence[Tensor], biases: Tensor | None) -> Linears:
-        """See `linears_of`; results are float32."""
-        ...
-
-
 @dataclass(frozen=True)
 class TorchLinears(Linears):
     """In plain PyTorch: weight [h, n, k] and bias [h, n] or None; results are of their type."""
@@ -99,7 +90,7 @@ class TorchLinears(Linears):
 
 def linears_of(model: CausalLM, matrices: Sequence[Tensor], biases: Tensor | None = None) -> Linears:
     """Return the `Linears` of matrices [n, k] of one shape and of the model's dtype, and of biases [h, n]."""
-    if isinstance(model, LinearHost):
+    if isinstance(model, HeadHost):
         return model.linears(matrices, biases)
     return TorchLinears(torch.stack(tuple(matrices)), biases)
 
@@ -159,7 +150,12 @@ class Described(Protocol):
 
 @runtime_checkable
 class HeadHost(Protocol):
-    """A `CausalLM` that computes heads with kernels of its own."""
+    """A `CausalLM` that computes heads, with weights that may be rounded, on kernels of its own.
+
+    head_quantizations: the types that weights of heads can be rounded to.
+    """
+
+    head_quantizations: Sequence[str]
 
     def why_not(self, config: DecoderConfig) -> str | None:
         """Return why its kernels can't compute a head with layers of these sizes; None if they can."""
@@ -169,18 +165,12 @@ class HeadHost(Protocol):
         """Return a head that shares this model's embedding table and output head, where it has none of its own."""
         ...
 
-
-@runtime_checkable
-class RoundsHeads(Protocol):
-    """A `CausalLM` whose kernels can compute heads with rounded weights.
-
-    head_quantizations: the types that the weights can be rounded to.
-    """
-
-    head_quantizations: Sequence[str]
-
     def rounding_heads(self, quantization: str) -> CausalLM:
         """Return this model, with the same weights, for heads whose matrices are rounded to a type."""
+        ...
+
+    def linears(self, matrices: Sequence[Tensor], biases: Tensor | None) -> Linears:
+        """See `linears_of`; results are float32."""
         ...
 
 

@@ -666,16 +666,6 @@ class TransformersBackend:
     sampler: Sampler = REFERENCE
 
 
-@dataclass(frozen=True)
-class LoadedByTransformers:
-    """A model that transformers computes. description: its class, and how it runs."""
-
-    model: TransformersDecoder
-    dtype: torch.dtype
-    description: str
-    backend: TransformersBackend = TransformersBackend()
-
-
 def check_options(model_backend: str, quantization: str | None, weight_packing: str, kv_cache_dtype: str) -> None:
     """Check the options of a model before its files are looked up. Raises ConfigError.
 
@@ -711,10 +701,10 @@ def load_by_transformers(
     device: torch.device,
     head_tokens: tuple[int, ...] = (),
     vocabulary: TargetVocabulary | None = None,
-) -> LoadedByTransformers:
+) -> tuple[TransformersDecoder, str]:
     """Load a model from a folder, and choose how it runs; the arguments are those of `load_model`.
 
-    Raises ModelError for a model that transformers can't run.
+    Returns also its class and how it runs, in words. Raises ModelError for a model that transformers can't run.
     """
     if not folder.is_dir():
         raise ModelError(
@@ -729,7 +719,7 @@ def load_by_transformers(
         decoder, why = choose_decoder(model.to(device).eval().requires_grad_(False))
     decoder.draw_among(head_tokens, vocabulary)
     reason = f", because {why}" if why else ""
-    return LoadedByTransformers(decoder, model.dtype, f"{NAME} {version} ({kind}, {decoder.how}{reason})")
+    return decoder, f"{NAME} {version} ({kind}, {decoder.how}{reason})"
 
 
 def _loaded(folder: Path, dtype: Any) -> Any:

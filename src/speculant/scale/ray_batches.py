@@ -14,11 +14,8 @@ from ray.data.exceptions import ExecutionTimeoutError, SystemException
 from ray.exceptions import RayError
 
 from speculant.errors import ServerError
-from speculant.scale.batch_job import BatchJob
-from speculant.scale.batch_lines import BatchLine, LineAnswer, LineError
-from speculant.scale.batch_run import answer_lines, inside, places_of
-from speculant.scale.cores import Cores, cores_of_each
-from speculant.scale.options import ReplicaOptions, with_absolute_paths
+from speculant.scale.batches import BatchJob, BatchLine, LineAnswer, LineError, answer_lines, inside, places_of
+from speculant.scale.options import Cores, ReplicaOptions, cores_of_each, with_absolute_paths
 from speculant.serving import ServerOptions, load_app
 
 TASK_LINES = 64  # that an actor gets at a time: as many are answered again if it dies

@@ -19,9 +19,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from speculant.errors import ConfigError, ServerError
 from speculant.gguf_file import name_of
-from speculant.scale.cores import Cores, check_fit, cores_of_each
-from speculant.scale.fleet import RoutedRequest
-from speculant.scale.options import ReplicaOptions, with_absolute_paths
+from speculant.scale.front import RoutedRequest
+from speculant.scale.options import Cores, ReplicaOptions, check_fit, cores_of_each, with_absolute_paths
 from speculant.serving import ResponseHead, ServerOptions, load_app, responses
 
 logger = logging.getLogger(__name__)
@@ -170,7 +169,7 @@ def _scale(replicas: ReplicaOptions, settings: Mapping[str, Any]) -> dict[str, A
         "look_back_period_s": _LOOK_BACK_S,
         "upscale_delay_s": _UP_S,
         "downscale_delay_s": _DOWN_S,
-        "policy": AutoscalingPolicy(policy_function="speculant.scale.cores:wanted_replicas"),
+        "policy": AutoscalingPolicy(policy_function="speculant.scale.options:wanted_replicas"),
     }
     return {"autoscaling_config": AutoscalingConfig(**{**scaling, **settings})}
 

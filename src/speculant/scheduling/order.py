@@ -63,6 +63,7 @@ from speculant.types import Client, Request
 
 T = TypeVar("T")  # a client, or a request of one: each is counted separately
 
+CALL = attrgetter("call")
 TURN = 64  # tokens; computing a text of some hundred tokens again takes the time of a few of them
 
 
@@ -169,7 +170,7 @@ def surplus(own: Sequence[Request], priority: int, rank: Callable[[Request], tup
 
     own: the running sequences of one client. priority: more urgent requests, whose priority is lower, give up nothing.
     """
-    counts = Counter(request.call for request in own)
+    counts = Counter(map(CALL, own))
     several = [each for each in own if counts[each.call] > 1 and each.sender.priority >= priority]
     return max(several, key=lambda each: (counts[each.call], *rank(each)), default=None)
 
@@ -446,7 +447,9 @@ class Standings:
 
     def _standing(self, request: Request) -> Standing:
         held, (queued_at, arrival) = self.target.length(request.seq_id), self._queued_at[request.seq_id]
-        backlog = len(request.tokens) - held + self.unencoded(request)
+        backlog = len(request.tokens) - held
+        if request.source:
+            backlog += self.unencoded(request)
         return Standing(arrival, request.sender.priority, queued_at, held, backlog)
 
 

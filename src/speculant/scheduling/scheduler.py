@@ -29,6 +29,7 @@ from speculant.cache import KVCache, ReservationPlan, Source
 from speculant.config import Limits
 from speculant.errors import CapacityError
 from speculant.scheduling.order import (
+    CALL,
     TURN,
     Accounts,
     Holding,
@@ -290,7 +291,7 @@ class RowDivision:
         The requests of one sequence use the rest in their order.
         """
         running = self._standings.running
-        counts = Counter(request.call for request in running)
+        counts = Counter(map(CALL, running))
         wide = {each.call for each in running if counts[each.call] > 1 or each.search is not None}
         parts = dict[tuple[str, ...], int]()
         if not wide or len(counts) < 2:
@@ -470,7 +471,7 @@ class Scheduler:
 
     def _claims(self) -> list[Request]:
         """Return the first waiting request of each client that has one which can start, the first of all first."""
-        running, firsts = Counter(request.call for request in self.running), dict[str, Request]()
+        running, firsts = Counter(map(CALL, self.running)), dict[str, Request]()
         ready = dict[str, bool]()  # by prompt
 
         def is_ready(request: Request) -> bool:

@@ -1,13 +1,3 @@
-from .access_log import (
-    FORMS as FORMS,
-    RECORD as RECORD,
-    REQUEST_ID as REQUEST_ID,
-    AccessLog as AccessLog,
-    RequestRecord as RequestRecord,
-    RequestRecords as RequestRecords,
-    logger as logger,
-    note_end as note_end,
-)
 from .app import (
     OPEN_PATHS as OPEN_PATHS,
     PAGE as PAGE,
@@ -15,17 +5,13 @@ from .app import (
     add_page as add_page,
     make_app as make_app,
 )
-from .errors import (
-    ApiError as ApiError,
-    api_error as api_error,
-    refusal as refusal,
-    scrub as scrub,
-    timed_out as timed_out,
-    unavailable as unavailable,
-)
 from .http.clients import (
     API_KEY as API_KEY,
     USER as USER,
+    Connections as Connections,
+    Rarely as Rarely,
+    RoundRobin as RoundRobin,
+    bounded_connections as bounded_connections,
     client_of as client_of,
     is_within as is_within,
     key_digest as key_digest,
@@ -48,14 +34,7 @@ from .http.limits import (
     BodyBytes as BodyBytes,
     Heads as Heads,
     NamedUsers as NamedUsers,
-    RequestIds as RequestIds,
     RequestLimits as RequestLimits,
-)
-from .http.places import (
-    Connections as Connections,
-    Rarely as Rarely,
-    RoundRobin as RoundRobin,
-    bounded_connections as bounded_connections,
 )
 from .http.server import Acceptor as Acceptor, Server as Server
 from .metrics import RequestMeter as RequestMeter, ServerMetrics as ServerMetrics, token_buckets as token_buckets
@@ -66,19 +45,12 @@ from .openai.answers import (
     completion_logprobs as completion_logprobs,
     prompt_logprobs as prompt_logprobs,
 )
-from .openai.items import (
-    as_chat as as_chat,
-    as_messages as as_messages,
-    read_items as read_items,
-    shown_settings as shown_settings,
-)
 from .openai.messages import (
     MessageReader as MessageReader,
     ReasoningParser as ReasoningParser,
     find_reasoning as find_reasoning,
     joined_calls as joined_calls,
 )
-from .openai.prompts import Prompt as Prompt
 from .openai.protocol import (
     ACCEPTED as ACCEPTED,
     BODIES as BODIES,
@@ -94,9 +66,16 @@ from .openai.protocol import (
     count_entries as count_entries,
     read_body as read_body,
 )
-from .openai.responses import page_of as page_of
+from .openai.responses import (
+    as_chat as as_chat,
+    as_messages as as_messages,
+    page_of as page_of,
+    read_items as read_items,
+    shown_settings as shown_settings,
+)
 from .openai.service import error_event as error_event
 from .openai.settings import (
+    Prompt as Prompt,
     chat_params as chat_params,
     completion_params as completion_params,
     finish_reason_of_calls as finish_reason_of_calls,
@@ -124,25 +103,48 @@ from .process import (
     responses as responses,
     whole_response as whole_response,
 )
+from .records import (
+    FORMS as FORMS,
+    AccessLog as AccessLog,
+    RequestRecord as RequestRecord,
+    RequestRecords as RequestRecords,
+    Tracer as Tracer,
+    logger as logger,
+    phases as phases,
+    traces_url as traces_url,
+)
 from .state import LARGE as LARGE, Admission as Admission, ServerState as ServerState, TextLanes as TextLanes
-from .tools import call_schema as call_schema, find_format as find_format, find_parser as find_parser
+from .tools import find_format as find_format
 from .tools.base import (
+    CallShape as CallShape,
     Delta as Delta,
     ReasoningDelta as ReasoningDelta,
     TextDelta as TextDelta,
     ToolDelta as ToolDelta,
+    ToolParser as ToolParser,
+    call_grammar as call_grammar,
+    choose_tools as choose_tools,
+    json_symbol as json_symbol,
     parse as parse,
+    read_tools as read_tools,
 )
-from .tools.schema import CallShape as CallShape, call_grammar as call_grammar, json_symbol as json_symbol
-from .tracing import Tracer as Tracer, phases as phases, traces_url as traces_url
 from .wire import (
     ABORT as ABORT,
+    RECORD as RECORD,
+    REQUEST_ID as REQUEST_ID,
+    ApiError as ApiError,
     ClientGoneError as ClientGoneError,
     Deferred as Deferred,
     EventStream as EventStream,
+    api_error as api_error,
     encode as encode,
     encode_in_parts as encode_in_parts,
     event as event,
     json_response as json_response,
+    note_end as note_end,
+    refusal as refusal,
+    scrub as scrub,
+    timed_out as timed_out,
+    unavailable as unavailable,
     while_connected as while_connected,
 )

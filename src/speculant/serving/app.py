@@ -23,18 +23,15 @@ from starlette.routing import Match, Route
 from speculant import __version__
 from speculant.engine import AsyncEngine
 from speculant.errors import SpeculantError
-from speculant.serving.access_log import REQUEST_ID, AccessLog, Report, RequestRecords, note_end
-from speculant.serving.errors import ApiError, api_error
-from speculant.serving.http.limits import ApiKeys, Heads, RequestIds, RequestLimits, Sites
+from speculant.serving.http.limits import ApiKeys, Heads, RequestLimits, Sites
 from speculant.serving.openai.protocol import BODIES, Body
 from speculant.serving.openai.responses import ResponseRoutes
-from speculant.serving.openai.routes import Routes
-from speculant.serving.openai.service import Service
+from speculant.serving.openai.service import Routes, Service
 from speculant.serving.openai.settings import unknown_formats
 from speculant.serving.options import PROBED_PATHS, ServerOptions
+from speculant.serving.records import AccessLog, Report, RequestRecords, Tracer
 from speculant.serving.state import ServerState, Source, TextLanes
-from speculant.serving.tracing import Tracer
-from speculant.serving.wire import ClientGoneError, encode, error_response
+from speculant.serving.wire import REQUEST_ID, ApiError, ClientGoneError, api_error, encode, error_response, note_end
 
 logger = logging.getLogger(__name__)
 
@@ -124,9 +121,7 @@ def add_guards(app: FastAPI, options: ServerOptions, tracer: Tracer | None = Non
     reports: list[Report] = [] if tracer is None else [tracer]
     if options.access_log != "none":
         reports.append(AccessLog(options.access_log))
-    if reports:
-        app.add_middleware(RequestRecords, reports=reports)
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestRecords, reports=reports)
 
 
 def _add_routes(app: FastAPI, routes: Routes, responses: ResponseRoutes) -> None:

@@ -33,8 +33,8 @@ from speculant.metrics import (
     Vector,
 )
 from speculant.params import SamplingParams
-from speculant.serving.access_log import RequestRecord
-from speculant.serving.errors import api_error
+from speculant.serving.records import RequestRecord
+from speculant.serving.wire import api_error
 from speculant.types import CompletionOutput, RequestOutput
 
 # vLLM's buckets, after smaller ones for small models.

@@ -14,7 +14,7 @@ from typing import TypeVar
 from speculant.engine import AsyncEngine
 from speculant.errors import SpeculantError
 from speculant.scheduling import places_of
-from speculant.serving.errors import ApiError, api_error, overloaded, refusal, unavailable
+from speculant.serving.wire import ApiError, api_error, overloaded, refusal, unavailable
 from speculant.structured import ClientLane, LaneClosedError, LaneFullError
 from speculant.types import ANYONE, Client
 

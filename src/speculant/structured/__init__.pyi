@@ -23,6 +23,7 @@ from .spec import (
     MAX_CHOICES as MAX_CHOICES,
     GrammarSource as GrammarSource,
     StructuredOutputs as StructuredOutputs,
+    StructuredOutputsParams as StructuredOutputsParams,
     read_structured as read_structured,
     with_written_bounds as with_written_bounds,
 )

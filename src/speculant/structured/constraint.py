@@ -267,12 +267,8 @@ def _bits(ids: NDArray[np.int64]) -> NDArray[np.uint32]:
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the longest common prefix."""
-    length = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        length += 1
-    return length
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 @dataclass(frozen=True)

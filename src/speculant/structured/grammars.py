@@ -22,7 +22,7 @@ from speculant.structured.library import (
     has_no_text,
     is_of_schema,
     make_matcher,
-    read_vocabulary,
+    read_definition,
     reason_of,
 )
 from speculant.structured.probe import STACK_BYTES, Probed, ProbeLimits, Prober
@@ -184,14 +184,13 @@ class Grammars:
                 return
             compilation.under_way = True
         try:
-            grammar = self._within_limits(compilation, stage)
+            result: Grammar | BaseException | None = self._within_limits(compilation, stage)
         except BaseException as error:  # noqa: BLE001 - its callers get it
-            self._deliver(compilation, error)
-            return
-        if grammar is not None:
-            self._deliver(compilation, grammar)
-        else:
+            result = error
+        if result is None:
             self._pass_on(compilation)
+        else:
+            self._deliver(compilation, result)
 
     def _within_limits(self, compilation: _Compilation, stage: int) -> Grammar | None:
         """Compile a form; return None if that takes too much for this stage, but maybe not for the next one."""
@@ -221,22 +220,17 @@ class Grammars:
     def _deliver(self, compilation: _Compilation, result: Grammar | BaseException) -> None:
         """Pass a result on to the callers, and drop forms beyond the capacity."""
         with self._lock:
-            if isinstance(result, Grammar):
-                compilation.work.set_result(result)
-            else:
-                compilation.work.set_exception(result)
+            _settle(compilation.work, result)
+            if not isinstance(result, Grammar):
                 del self._known[compilation.source]
-                if isinstance(result, RequestError) and not isinstance(result, _KilledError):
-                    refusal = _Refusal(time.monotonic(), result.problem, result.fix)
-                    _noted(self._refused, compilation.source.digest, lambda: refusal)
+            if isinstance(result, RequestError) and not isinstance(result, _KilledError):
+                refusal = _Refusal(time.monotonic(), result.problem, result.fix)
+                _noted(self._refused, compilation.source.digest, lambda: refusal)
             waiters = list(compilation.waiters)
             self._drop()
         for waiter in waiters:
             if waiter.set_running_or_notify_cancel():
-                if isinstance(result, Grammar):
-                    waiter.set_result(result)
-                else:
-                    waiter.set_exception(result)
+                _settle(waiter, result)
 
     def _drop(self) -> None:
         """Drop compiled forms beyond the capacity: the least recently used ones of the client that has the most."""
@@ -295,12 +289,19 @@ class Grammars:
         """The library's form of the tokenizer, and its end tokens."""
         size, ends = self._facts
         with Converts(RequestError, "structured outputs don't work with this tokenizer", "use another checkpoint."):
-            return read_vocabulary(self._tokenizer, size, ends), frozenset(ends)
+            return read_definition(self._tokenizer.backend.to_str(), size, ends), frozenset(ends)
 
     @cached_property
     def _prober(self) -> Prober:
         _ = self._tokens  # a vocabulary that the library can't read has its own error; the process would only fail
         return Prober(self._tokenizer.backend.to_str(), *self._facts)
+
+
+def _settle(future: Future[Grammar], result: Grammar | BaseException) -> None:
+    if isinstance(result, Grammar):
+        future.set_result(result)
+    else:
+        future.set_exception(result)
 
 
 def _log_failure(work: Future[None]) -> None:

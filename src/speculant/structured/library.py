@@ -15,8 +15,6 @@ from speculant.structured.spec import GrammarSource
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-    from speculant.text import Tokenizer
-
 
 class StepLimits(NamedTuple):
     """Work that one mask may take, and states that the lexer of one form may have, of one or two kB each.
@@ -84,11 +82,6 @@ def _limits(steps: StepLimits) -> LLParserLimits:
     )
 
 
-def read_vocabulary(tokenizer: Tokenizer, size: int, end_token_ids: Sequence[int]) -> LLTokenizer:
-    """Return the library's tokenizer of `size` tokens; see `read_definition`."""
-    return read_definition(tokenizer.backend.to_str(), size, end_token_ids)
-
-
 def read_definition(definition: str, size: int, end_token_ids: Sequence[int]) -> LLTokenizer:
     """Return the library's tokenizer of `size` tokens, from the content of a tokenizer.json.
 
@@ -150,6 +143,7 @@ _PLAIN = re.compile(  # messages of the library in the schema's own words
     r"(Unimplemented keys: |Unsatisfiable schema: |Unknown format: |Invalid type: |Expected |Pointer '|Anchor '"
     r"|Value for '|patternProperty regexes /|\w+ must be |schema too large)",
 )
+_UNKNOWN = "the schema is too large, or has a keyword with a value that is not supported"
 
 
 def has_no_text(error: str) -> bool:
@@ -177,14 +171,8 @@ def reason_of(error: str, kind: str = "") -> str:
             if found := re.search(pattern, text, re.DOTALL):
                 return _in_one_line(found.expand(words))
     if kind == "json" or is_of_schema(error):
-        return _in_one_line(_of_schema(text))
+        return _in_one_line(text if _PLAIN.match(text) else _UNKNOWN)
     return _in_one_line(f"line {place[1]}, column {place[2]}: {text}" if place and kind == "grammar" else text)
-
-
-def _of_schema(text: str) -> str:
-    return (
-        text if _PLAIN.match(text) else "the schema is too large, or has a keyword with a value that is not supported"
-    )
 
 
 def _in_one_line(text: str) -> str:

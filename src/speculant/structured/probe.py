@@ -74,7 +74,7 @@ def serve(requests: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes children that have ended
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")  # without memory, the system ends this process and its children first
-    given = json.loads(receive(requests))
+    given = receive(requests)
     tokens = read_definition(given["tokenizer"], given["size"], given["ends"])
     gc.disable()  # a collection would touch, and so copy, the memory that children share
     requests.sendall(b"+")
@@ -91,7 +91,7 @@ def serve(requests: socket.socket) -> None:
 def answer(channel: socket.socket, tokens: LLTokenizer) -> NoReturn:
     """Compile the form that a socket brings, and end this process at once. Sends "+", then a `Probed` as JSON."""
     try:
-        form, limits = json.loads(receive(channel))
+        form, limits = receive(channel)
         channel.sendall(b"+")
         probed = examine(GrammarSource(*form), ProbeLimits(*limits), tokens)
         channel.sendall(json.dumps(vars(probed)).encode())
@@ -144,24 +144,17 @@ def _address_space() -> int:
 
 
 def send(channel: socket.socket, value: Any) -> None:
-    """Send a value as JSON with its length before it."""
-    content = json.dumps(value).encode()
-    channel.sendall(len(content).to_bytes(8, "big") + content)
+    """Send a value as a line of JSON."""
+    channel.sendall(json.dumps(value).encode() + b"\n")
 
 
-def receive(channel: socket.socket) -> bytes:
-    """Return what `send` sent. Raises EOFError if the other end is closed before."""
-    return _exactly(channel, int.from_bytes(_exactly(channel, 8), "big"))
-
-
-def _exactly(channel: socket.socket, count: int) -> bytes:
-    content = bytearray()
-    while len(content) < count:
-        part = channel.recv(min(count - len(content), 2**20))
-        if not part:
-            raise EOFError("the other end of a socket is closed")
-        content += part
-    return bytes(content)
+def receive(channel: socket.socket) -> Any:
+    """Return the value that `send` sent; nothing may follow it before an answer. Raises EOFError if it is cut short."""
+    with channel.makefile("rb") as lines:
+        line = lines.readline()
+    if not line.endswith(b"\n"):
+        raise EOFError("the other end of a socket is closed")
+    return json.loads(line)
 
 
 class Prober:

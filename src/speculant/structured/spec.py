@@ -106,6 +106,9 @@ class StructuredOutputs:
         return GrammarSource(kind, _text(kind, getattr(self, kind)), False)
 
 
+StructuredOutputsParams = StructuredOutputs  # vLLM's name
+
+
 def read_structured(given: Any) -> StructuredOutputs | None:
     """Read the `structured_outputs` of a request: a StructuredOutputs, or a mapping of its fields."""
     if given is None or isinstance(given, StructuredOutputs):

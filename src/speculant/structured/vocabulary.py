@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache, reduce
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 from speculant.constraints import Constraint
 from speculant.errors import RequestError
 from speculant.structured.constraint import WORD, without_tokens
+from speculant.text import Beginning, beginnings_of
 
 Word = Sequence[int]
 MASKS = 32  # kept per request, so that samples with the same words in sight share one
-
-
-class _Node:
-    """A beginning of banned words. shorter: the longest other beginning that it ends with (Aho and Corasick 1975).
-
-    own: the tokens that complete a word here; banned: those that complete one here or after a shorter beginning.
-    """
-
-    __slots__ = ("banned", "longer", "own", "shorter")
-
-    def __init__(self) -> None:
-        self.longer: dict[int, _Node] = {}
-        self.shorter: _Node | None = None
-        self.own: list[int] = []
-        self.banned: NDArray[np.int64] | None = None
-
-    def after(self, token: int) -> _Node:
-        """Return the node of the longest beginning that a text ends with, one token later."""
-        node = self
-        while token not in node.longer:
-            if node.shorter is None:
-                return node
-            node = node.shorter
-        return node.longer[token]
 
 
 class Vocabulary:
@@ -55,26 +30,9 @@ class Vocabulary:
     def __init__(self, vocab_size: int, words: Sequence[Word], allowed: Collection[int] | None) -> None:
         self._allowed, self._is_free = _mask_of(vocab_size, allowed), allowed is None
         self.reach = max((len(word) - 1 for word in words), default=0)
-        self.root = _Node()
-        for word in words:
-            node = self.root
-            for token in word[:-1]:
-                node = node.longer.setdefault(token, _Node())
-            node.own.append(word[-1])
-        self._link()
+        self.root: Beginning[int] = beginnings_of(word[:-1] for word in words)
+        self._last = np.array([word[-1] for word in words], dtype=np.int64)
         self._masks = lru_cache(MASKS)(self._mask_at)
-
-    def _link(self) -> None:
-        """Set `shorter` and `banned` of each node, shorter beginnings first."""
-        queue = deque([self.root])
-        while queue:
-            node = queue.popleft()
-            shorter = None if node.shorter is None else node.shorter.banned
-            own = np.array(node.own, dtype=np.int64) if node.own else None
-            node.banned = shorter if own is None else own if shorter is None else np.concatenate([shorter, own])
-            for token, longer in node.longer.items():
-                longer.shorter = self.root if node.shorter is None else node.shorter.after(token)
-                queue.append(longer)
 
     def constrain(self) -> VocabularyConstraint:
         """Return the constraint of one sequence."""
@@ -82,14 +40,14 @@ class Vocabulary:
 
     def mask_after(self, output: Sequence[int]) -> Tensor | None:
         """Return the mask after an output, which depends on its last `reach` tokens; None = all are allowed."""
-        return self.mask_at(reduce(_Node.after, output, self.root))
+        return self.mask_at(reduce(Beginning.after, output, self.root))
 
-    def mask_at(self, node: _Node) -> Tensor | None:
+    def mask_at(self, node: Beginning[int]) -> Tensor | None:
         """Return the mask at a node of the automaton; None = all tokens are allowed."""
-        return None if node.banned is None and self._is_free else self._masks(node)
+        return self._masks(node) if node.ends or not self._is_free else None
 
-    def _mask_at(self, node: _Node) -> Tensor:
-        return self._allowed if node.banned is None else without_tokens(self._allowed, node.banned)
+    def _mask_at(self, node: Beginning[int]) -> Tensor:
+        return without_tokens(self._allowed, self._last[[*node.ends]]) if node.ends else self._allowed
 
 
 class VocabularyConstraint(Constraint):
@@ -103,7 +61,7 @@ class VocabularyConstraint(Constraint):
 
     @override
     def mask(self, tokens: Sequence[int]) -> Tensor | None:
-        return self._vocabulary.mask_at(reduce(_Node.after, tokens, self._nodes[-1]))
+        return self._vocabulary.mask_at(reduce(Beginning.after, tokens, self._nodes[-1]))
 
     @override
     def advance(self, tokens: Sequence[int]) -> None:

@@ -1,3 +1,4 @@
+from .automaton import Beginning as Beginning, beginnings_of as beginnings_of
 from .chat import (
     ROLES as ROLES,
     TAGS as TAGS,
@@ -29,7 +30,6 @@ from .sentencepiece import (
 )
 from .stream import (
     IncrementalDetokenizer as IncrementalDetokenizer,
-    Released as Released,
     StopSearch as StopSearch,
     StopStrings as StopStrings,
     TextStream as TextStream,

@@ -131,7 +131,7 @@ def _read(message: object, where: str, has_developer: bool) -> dict[str, Any]:
         content = refused
     value["content"] = _text(content, where, bool(calls), ("text", "refusal") if role == "assistant" else ("text",))
     if calls:
-        value["tool_calls"] = _calls(calls, where)
+        value["tool_calls"] = [_call(call, where) for call in (calls if isinstance(calls, list | tuple) else [None])]
     return value
 
 
@@ -156,20 +156,12 @@ def _part(part: object, where: str, kinds: Sequence[str]) -> str:
     return text
 
 
-def _calls(calls: object, where: str) -> list[dict[str, Any]]:
-    functions = [_function(call) for call in calls] if isinstance(calls, list | tuple) else [None]
-    if any(function is None for function in functions):
+def _call(call: object, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         fix = 'write each as {"type": "function", "function": {"name": ..., "arguments": ...}}.'
         _refuse(where, "has tool_calls that are not calls", fix)
-    assert isinstance(calls, list | tuple)
-    return [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
-
-
-def _function(call: object) -> dict[str, Any] | None:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        return None
-    return {**function, "arguments": _arguments(function.get("arguments", {}))}
+    return {**call, "function": {**function, "arguments": _arguments(function.get("arguments", {}))}}
 
 
 def _arguments(given: Any) -> Any:
@@ -269,24 +261,13 @@ def template_in(settings: Mapping[str, Any], name: str = DEFAULT) -> str | None:
 
     Raises ModelError if the entry is neither a text nor a list of named templates.
     """
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        template = _named_templates(template).get(name)
-    elif name != DEFAULT:
-        return None
-    if template is not None and not isinstance(template, str):
-        raise _unusable_template()
-    return template
-
-
-def _named_templates(entries: list[Any]) -> dict[str, Any]:
-    if any(not isinstance(entry, dict) or not isinstance(entry.get("name"), str) for entry in entries):
-        raise _unusable_template()
-    return {entry["name"]: entry.get("template") for entry in entries}
-
-
-def _unusable_template() -> ModelError:
-    return ModelError(
+    given = settings.get("chat_template")
+    entries = given if isinstance(given, list) else [{"name": DEFAULT, "template": given}]
+    if all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries):
+        template = {entry["name"]: entry.get("template") for entry in entries}.get(name)
+        if template is None or isinstance(template, str):
+            return template
+    raise ModelError(
         "chat_template in tokenizer_config.json is neither a text nor a list of named templates",
         "correct it, or add a chat_template.jinja to the checkpoint's folder.",
     )
@@ -390,16 +371,6 @@ def _reads_back(tags: ReasoningTags, answer: str) -> bool:
     return thought == _THOUGHT and after.lstrip(_SPACE).startswith(_REASONED["content"])
 
 
-def is_opened(tags: ReasoningTags, prompt: str) -> bool:
-    """Whether a prompt ends with the start tag, so the answer begins within the reasoning."""
-    return prompt.rstrip(_SPACE).endswith(tags.start)
-
-
-def is_over(tags: ReasoningTags, prompt: str) -> bool:
-    """Whether a prompt ends with the end tag. Templates write empty reasoning to switch it off."""
-    return prompt.rstrip(_SPACE).endswith(tags.end)
-
-
 def expect_reasoning(
     template: str | None, prompt: str, quoted: str = "", wanted: bool = True
 ) -> ExpectedReasoning | None:
@@ -408,9 +379,10 @@ def expect_reasoning(
     quoted: the text of a user's message; a tag in it at the end of the prompt opens no reasoning. wanted: an answer
     begins after the prompt, and the model may reason in it.
     """
-    tags = find_tags(template)
+    tags, prompt = find_tags(template), prompt.rstrip(_SPACE)
     if tags is None:
         return None
-    own = not quoted.strip() or not prompt.rstrip(_SPACE).endswith(quoted.rstrip(_SPACE))
-    opened = own and is_opened(tags, prompt)
-    return ExpectedReasoning(tags, opened, opened or (wanted and not is_over(tags, prompt)))
+    own = not quoted.strip() or not prompt.endswith(quoted.rstrip(_SPACE))
+    opened = own and prompt.endswith(tags.start)
+    is_over = prompt.endswith(tags.end)  # templates write empty reasoning to switch it off
+    return ExpectedReasoning(tags, opened, opened or (wanted and not is_over))

@@ -5,8 +5,9 @@ Tokens, merges and settings become the same objects as those of a tokenizer.json
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import (
@@ -241,14 +242,24 @@ class _Defaults:
     role_ids: Mapping[str, int] = field(default_factory=dict)
 
 
-def _find_kind(entries: _Entries) -> _ByteLevel | _SentencePiece | _Unigram:
+class _Kind(NamedTuple):
+    """build: makes the tokenizer without added tokens and without tokens around a text."""
+
+    defaults: _Defaults
+    build: Callable[[_Entries, _Tokens, Mapping[str, Any]], Backend]
+
+
+def _find_kind(entries: _Entries) -> _Kind:
     name = entries.get("tokenizer.ggml.model", str)
     if name == "gpt2":
-        return _ByteLevel(find_split(entries.get("tokenizer.ggml.pre", str) or "default"))
+        split = find_split(entries.get("tokenizer.ggml.pre", str) or "default")
+        return _Kind(_Defaults(split.add_bos, clean_spaces=split.clean_spaces), partial(_byte_level, split))
     if name == "llama":
-        return _SentencePiece()
+        roles = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
+        return _Kind(_Defaults(add_bos=True, role_ids=roles), _sentencepiece)
     if name == "t5":
-        return _Unigram()
+        roles = {"pad_token": 0, "eos_token": 1, "unk_token": 2}
+        return _Kind(_Defaults(add_eos=True, role_ids=roles), _unigram)
     if name is None:
         raise ModelError("the file has no tokenizer.ggml.model", _FIX)
     raise ModelError(
@@ -257,25 +268,16 @@ def _find_kind(entries: _Entries) -> _ByteLevel | _SentencePiece | _Unigram:
     )
 
 
-class _ByteLevel:
-    """Kind `gpt2`: each byte is a character, and pairs are merged in the order of a list."""
-
-    def __init__(self, split: WordSplit) -> None:
-        self._split = split
-        self.defaults = _Defaults(split.add_bos, clean_spaces=split.clean_spaces)
-
-    def build(self, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
-        """Return the tokenizer without added tokens and without tokens around a text."""
-        if tokens.ids.keys().isdisjoint(pre_tokenizers.ByteLevel.alphabet()):
-            raise ModelError("tokenizer.ggml.tokens has no token for any single byte", _FIX)
-        merges = _stored_merges(entries, tokens)
-        model = models.BPE(tokens.ids, merges, ignore_merges=self._split.ignore_merges)
-        backend = Backend(model)
-        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self._split.patterns]
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
-        backend.decoder = decoders.ByteLevel()
-        return backend
+def _byte_level(split: WordSplit, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
+    """Each byte is a character, and pairs are merged in the order of a list."""
+    if tokens.ids.keys().isdisjoint(pre_tokenizers.ByteLevel.alphabet()):
+        raise ModelError("tokenizer.ggml.tokens has no token for any single byte", _FIX)
+    backend = Backend(models.BPE(tokens.ids, _stored_merges(entries, tokens), ignore_merges=split.ignore_merges))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    return backend
 
 
 def _stored_merges(entries: _Entries, tokens: _Tokens) -> list[tuple[str, str]]:
@@ -289,27 +291,21 @@ def _stored_merges(entries: _Entries, tokens: _Tokens) -> list[tuple[str, str]]:
     return [*dict.fromkeys((left, right) for left, right in pairs)]
 
 
-class _SentencePiece:
-    """Kind `llama`: pairs whose text is the token with the highest score are merged first; other characters are bytes.
+def _sentencepiece(entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
+    """Pairs whose text is the token with the highest score are merged first; other characters are bytes.
 
     The scores become a list of merges: all pairs of tokens that form a token, highest score first.
     """
-
-    defaults = _Defaults(add_bos=True, role_ids={"bos_token": 1, "eos_token": 2, "unk_token": 0})
-
-    def build(self, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
-        """Return the tokenizer without added tokens and without tokens around a text."""
-        scores = _scores(entries, tokens)
-        if tokens.ids.keys().isdisjoint(BYTES):
-            raise ModelError("tokenizer.ggml.tokens has no token such as <0x0A> for any byte", _FIX)
-        unknown = settings.get("unk_token")
-        merges = [*_merges(tokens, scores)]
-        backend = Backend(models.BPE(tokens.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-        prefixed = entries.flag("tokenizer.ggml.add_space_prefix", True)
-        spaces = normalizers.Replace(" ", SPACE)
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefixed else spaces
-        backend.decoder = joining_decoder(prefixed)
-        return backend
+    scores = _scores(entries, tokens)
+    if tokens.ids.keys().isdisjoint(BYTES):
+        raise ModelError("tokenizer.ggml.tokens has no token such as <0x0A> for any byte", _FIX)
+    unknown, merges = settings.get("unk_token"), [*_merges(tokens, scores)]
+    backend = Backend(models.BPE(tokens.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefixed = entries.flag("tokenizer.ggml.add_space_prefix", True)
+    spaces = normalizers.Replace(" ", SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefixed else spaces
+    backend.decoder = joining_decoder(prefixed)
+    return backend
 
 
 def _scores(entries: _Entries, tokens: _Tokens) -> list[float]:
@@ -334,25 +330,20 @@ def _merges(tokens: _Tokens, scores: Sequence[float]) -> Iterator[tuple[str, str
                 yield text[:middle], text[middle:]
 
 
-class _Unigram:
-    """Kind `t5`: the most likely of all ways to divide a text into tokens, whose scores are log-probabilities.
+def _unigram(entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
+    """The most likely of all ways to divide a text into tokens, whose scores are log-probabilities.
 
     Unused tokens at the end are rows of the model's table that no text has, and are left out.
     """
-
-    defaults = _Defaults(add_eos=True, role_ids={"pad_token": 0, "eos_token": 1, "unk_token": 2})
-
-    def build(self, entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
-        """Return the tokenizer without added tokens and without tokens around a text."""
-        unknown = settings.get("unk_token")
-        charsmap = entries.all_of("tokenizer.ggml.precompiled_charsmap", int) or ()
-        of = Normalisation(
-            bytes(each & 0xFF for each in charsmap),  # stored signed or not
-            entries.flag("tokenizer.ggml.add_space_prefix", True),
-            entries.flag("tokenizer.ggml.remove_extra_whitespaces", True),
-        )
-        pieces = scored(tokens.texts, _scores(entries, tokens), tokens.types)
-        return unigram(pieces, None if unknown is None else tokens.ids[unknown], of)
+    unknown = settings.get("unk_token")
+    charsmap = entries.all_of("tokenizer.ggml.precompiled_charsmap", int) or ()
+    of = Normalisation(
+        bytes(each & 0xFF for each in charsmap),  # stored signed or not
+        entries.flag("tokenizer.ggml.add_space_prefix", True),
+        entries.flag("tokenizer.ggml.remove_extra_whitespaces", True),
+    )
+    pieces = scored(tokens.texts, _scores(entries, tokens), tokens.types)
+    return unigram(pieces, None if unknown is None else tokens.ids[unknown], of)
 
 
 def _settings(entries: _Entries, tokens: _Tokens, defaults: _Defaults) -> dict[str, Any]:

@@ -239,7 +239,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for name in _REMOVED_FILTERS:
             del self.filters[name]
         del self.globals["lipsum"]
-        self.filters.update({name: _bounded(name, function) for name, function in self.filters.items()})
+        for name, function in self.filters.items():
+            self.filters[name] = _charging(function, partial(filter_cost, name))
         self.filters.update({"join": _join, _COUNTED: _counted, _KEPT: _keep})
 
     def bound_filter(self, name: str, function: Callable[..., Any], cost: Callable[..., int]) -> None:
@@ -325,10 +326,6 @@ def _join(context: Context, value: Iterable[Any], d: str = "", attribute: str | 
     budget = Budget.of(context)
     budget.charge(budget.text(items) + len(items) * budget.text(d))
     return do_join(context.eval_ctx, items, d)
-
-
-def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    return _charging(function, partial(filter_cost, name))
 
 
 def _charging(function: Callable[..., Any], cost: Callable[..., int]) -> Callable[..., Any]:

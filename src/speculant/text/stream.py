@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from typing_extensions import override
 
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
+from speculant.text.automaton import Beginning, beginnings_of
 from speculant.text.sentencepiece import BYTES
 from speculant.text.tokenizer import Tokenizer
 from speculant.types import StopChecker
@@ -31,27 +32,14 @@ class Released:
     stop: str | None = None
 
 
-@dataclass(slots=True)
-class _State:
-    """The longest end of the text that begins a stop string (Aho-Corasick)."""
-
-    depth: int
-    follow: dict[str, _State] = field(default_factory=dict)
-    shorter: _State | None = None  # the next longest end of the text that begins a stop string
-    stop: str | None = None  # the longest stop string that ends at this state
-
-
 class StopStrings:
-    """Stop strings, compiled to an automaton (Aho and Corasick, doi:10.1145/360825.360855).
-
-    It is immutable, so any number of searches, in any threads, can share it.
-    """
+    """Stop strings and their automaton, which any number of searches, in any threads, can share."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Time and memory are linear in the characters of all stop strings. Raises RequestError."""
         if any(not stop for stop in stops):
             raise RequestError("a stop string is empty, which would stop before the first token", "leave it out.")
-        self.root = _automaton(stops)
+        self.texts, self.root = tuple(stops), beginnings_of(stops)
 
 
 def compile_stops(stops: Sequence[str]) -> StopStrings | None:
@@ -60,91 +48,49 @@ def compile_stops(stops: Sequence[str]) -> StopStrings | None:
 
 
 class SearchState(NamedTuple):
-    """The state of a `StopSearch`, for `restore`."""
+    """place: the longest beginning of a stop string with which the text ends. held: text. stop: a completed string."""
 
-    place: _State
-    held: str
-    stop: str | None
+    place: Beginning[str]
+    held: str = ""
+    stop: str | None = None
 
 
 class StopSearch:
     """Searches a text for the first completed stop string.
 
-    That is the one that ends first; of several that end together, the longest. So the result does not
-    depend on how the text was split into pieces. Time is linear in the text.
+    That is the one that ends first; of several that end together, the longest. So the result does not depend on how the
+    text was split into pieces. Time is linear in the text. Setting an earlier `state` again rolls the search back.
     """
 
     def __init__(self, stops: StopStrings, include: bool = False) -> None:
         """`include` keeps the stop string at the end of the released text."""
-        self._root, self._include = stops.root, include
-        self._state, self._held = self._root, ""
-        self._stop: str | None = None
-
-    def checkpoint(self) -> SearchState:
-        """Return the state for `restore`."""
-        return SearchState(self._state, self._held, self._stop)
-
-    def restore(self, state: SearchState) -> None:
-        """Roll back to the checkpoint."""
-        self._state, self._held, self._stop = state.place, state.held, state.stop
+        self._stops, self._include = stops, include
+        self.state = SearchState(stops.root)
 
     def push(self, piece: str) -> Released:
         """Add a piece of text; return the text that can no longer be part of a stop string.
 
         A completed stop string is returned with the last text before it. Text after it is dropped.
         """
-        if self._stop is not None:
-            return Released("", self._stop)
+        place, held, stop = self.state
+        if stop is not None:
+            return Released("", stop)
         for index, character in enumerate(piece):
-            self._state = _step(self._state, character)
-            if self._state.stop is not None:
-                return self._finish(self._held + piece[: index + 1], self._state.stop)
-        return self._release(self._held + piece)
+            place = place.after(character)
+            if place.ends:
+                stop, text = self._stops.texts[place.ends[0]], held + piece[: index + 1]
+                self.state = SearchState(place, "", stop)
+                return Released(text if self._include else text[: -len(stop)], stop)
+        text = held + piece
+        cut = len(text) - place.depth
+        self.state = SearchState(place, text[cut:])
+        return Released(text[:cut])
 
     def flush(self) -> Released:
         """Return the text held back, at the end of the stream."""
-        text, self._held = self._held, ""
-        self._state = self._root
-        return Released(text, self._stop)
-
-    def _finish(self, text: str, stop: str) -> Released:
-        self._stop, self._held = stop, ""
-        return Released(text if self._include else text[: -len(stop)], stop)
-
-    def _release(self, text: str) -> Released:
-        cut = len(text) - self._state.depth
-        self._held = text[cut:]
-        return Released(text[:cut])
-
-
-def _step(state: _State, character: str) -> _State:
-    while character not in state.follow:
-        if state.shorter is None:
-            return state
-        state = state.shorter
-    return state.follow[character]
-
-
-def _automaton(stops: Sequence[str]) -> _State:
-    root = _State(0)
-    for stop in stops:
-        state = root
-        for character in stop:
-            state = state.follow.setdefault(character, _State(state.depth + 1))
-        state.stop = stop
-    _link(root)
-    return root
-
-
-def _link(root: _State) -> None:
-    """Set each state's failure link, breadth first, and the stop string that ends there."""
-    queue = deque([root])
-    while queue:
-        state = queue.popleft()
-        for character, child in state.follow.items():
-            child.shorter = root if state.shorter is None else _step(state.shorter, character)
-            child.stop = child.stop or child.shorter.stop
-            queue.append(child)
+        _, held, stop = self.state
+        self.state = SearchState(self._stops.root, "", stop)
+        return Released(held, stop)
 
 
 class WindowState(NamedTuple):
@@ -287,7 +233,7 @@ class TextStream(StopChecker):
         to = self._checkpoint
         self._detokenizer.restore(to.window)
         if self._stops is not None and to.search is not None:
-            self._stops.restore(to.search)
+            self._stops.state = to.search
         self._unsearched, self.text = to.unsearched, to.text
         while len(self._pieces) > to.num_pieces:
             self._pieces.pop()
@@ -305,7 +251,7 @@ class TextStream(StopChecker):
         return piece
 
     def _state(self) -> _Checkpoint:
-        search = self._stops.checkpoint() if self._stops else None
+        search = self._stops.state if self._stops else None
         return _Checkpoint(self._detokenizer.checkpoint(), search, self._unsearched, len(self._pieces), self.text)
 
     def _search(self, piece: str) -> tuple[str, str | None]:

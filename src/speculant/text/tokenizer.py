@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -110,14 +111,11 @@ class Tokenizer:
 
         Raises RequestError for a text that the tokenizer can't encode.
         """
-        try:
+        with _ENCODING:
             if len(text) <= _SHORT:
                 made = self.backend.encode(text, add_special_tokens=add_special_tokens)
             else:
                 (made,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except BaseException:
-            with _ENCODING:
-                raise
         ids: list[int] = made.ids
         return ids
 
@@ -126,14 +124,11 @@ class Tokenizer:
 
         Raises RequestError for ids that the tokenizer's decoder fails on.
         """
-        try:
+        with _DECODING:
             if len(ids) <= _SHORT:
                 text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
             else:
                 (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
-        except BaseException:
-            with _DECODING:
-                raise
         return text
 
     def decode_alone(self, token_id: int) -> str | None:
@@ -200,24 +195,18 @@ class Tokenizer:
         return self._tool_template if tools and self._tool_template is not None else self._template
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        source: str | None = None,
     ) -> str:
         """Render a conversation to prompt text in the model's format.
 
-        The text contains its special tokens: encode it with `add_special_tokens=False`. `variables`
-        are passed to the template. Raises RequestError when the template rejects the messages,
+        The text contains its special tokens: encode it with `add_special_tokens=False`. variables: for the template.
+        source: of a template; None = the checkpoint's. Raises RequestError when the template rejects the messages,
         ModelError when the checkpoint has no template or a broken one.
         """
-        return self.render_template(None, messages, add_generation_prompt, variables)
-
-    def render_template(
-        self,
-        source: str | None,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        variables: Mapping[str, Any],
-    ) -> str:
-        """Render a conversation by the source of a template, None = the checkpoint's; see `apply_chat_template`."""
         chat = self._compile(source or self.template_for(bool(variables.get("tools"))))
         return chat.render(messages, add_generation_prompt, **{**self._special, **variables})
 

@@ -88,7 +88,7 @@ class UserTokenizer:
         given = {**variables, "tools": list(tools) if tools else None}
         source = chat_template or self._tokenizer.template_for(bool(given["tools"]))
         messages = read_messages(conversation, source)
-        text = self._tokenizer.render_template(source, messages, add_generation_prompt, given)
+        text = self._tokenizer.apply_chat_template(messages, add_generation_prompt, given, source)
         check_roles(messages, source or "", text)
         if not tokenize:
             return text

@@ -54,7 +54,7 @@ def path_weights(ratios: list[float]) -> list[float]:
 
 def coins(weights: list[float], p: Tensor, q: Tensor) -> list[float]:
     """Return h_1 .. h_n; p is [n + 1, V] and q [n, V]."""
-    rows = zip(weights[1:-1], p[1:-1], q[1:], strict=True)  # one by one: see sampling/distribution.py
+    rows = zip(weights[1:-1], p[1:-1], q[1:], strict=True)  # one by one: see sampling/choice.py
     owed = [float((weight * own - drafted).clamp(min=0).sum()) for weight, own, drafted in rows]
     return [*map(share, owed, weights[1:-1]), weights[-1]]
 

@@ -131,14 +131,14 @@ RANDOMNESS = [
         VERIFY,
         "params.seed is not None or ",
         "",
-        "test_seeds.py::test_speculation_changes_no_seeded_text[model-plain]",
+        "test_drafters.py::test_no_drafter_changes_a_text[draft_model-blocks]",
     ),
     Mutant(
         "the root's noise after every node",
         VERIFY,
         "RowDraw(row, shared, keys[depth])",
         "RowDraw(row, shared, keys[0])",
-        "test_seeds.py::test_speculation_changes_no_seeded_text[model-plain]",
+        "test_drafters.py::test_no_drafter_changes_a_text[draft_model-blocks]",
     ),
 ]
 
@@ -160,7 +160,7 @@ DISTRIBUTIONS = [
             "            return path, False\n"
             "        path.append(node)\n"
         ),
-        "test_distributions.py::test_rejection_keeps_the_distribution[2-1]",
+        "test_distributions.py::test_chains_keep_the_distribution[2-1-rejection-1]",
     ),
     Mutant(
         "sampling parameters not applied to p",
@@ -193,22 +193,22 @@ DISTRIBUTIONS = [
     Mutant(
         "banned words blind to drafted ancestors",
         VOCABULARY,
-        "reduce(_Node.after, tokens, self._nodes[-1])",
+        "reduce(Beginning.after, tokens, self._nodes[-1])",
         "self._nodes[-1]",
         "test_allowed_words.py::test_chains_of_a_draft_model[rejection-words]",
     ),
     Mutant(
         "banned words blind to the output",
         VOCABULARY,
-        "reduce(_Node.after, tokens, self._nodes[-1])",
-        "reduce(_Node.after, tokens, self._vocabulary.root)",
+        "reduce(Beginning.after, tokens, self._nodes[-1])",
+        "reduce(Beginning.after, tokens, self._vocabulary.root)",
         "test_allowed_words.py::test_speculation_changes_no_text[settings0-words-none]",
     ),
     Mutant(
         "a word is banned one token too late",
         VOCABULARY,
-        "for token in word[:-1]:",
-        "for token in word:",
+        "beginnings_of(word[:-1] for word in words)",
+        "beginnings_of(words)",
         "test_allowed_words.py::test_rules_come_before_other_settings[match-plain]",
     ),
     Mutant(

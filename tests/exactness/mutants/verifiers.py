@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.exactness.mutants.mutant import BLOCK, GROWTH, MULTI_DRAFT, TOPOLOGY, TRAVERSAL, Mutant
 
 CHAIN = "test_rules.py::test_sampled_chains[{}-3-2]"
-TREE = "test_tree_distributions.py::test_a_tree_keeps_the_distribution[{}]"
+TREE = "test_drafters.py::test_trees_keep_the_distribution[{}]"
 
 RULES = [
     Mutant(

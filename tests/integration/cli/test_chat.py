@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from speculant import LLM, SamplingParams
-from speculant.cli import Answer, AnswerPiece, Conversation, LocalChatBackend, Messages, RemoteChatBackend, Summary, app
+from speculant.cli import Answer, AnswerPiece, Conversation, LocalChatBackend, Messages, RemoteChatBackend, Summary
 from speculant.errors import ConfigError, ModelError, RequestError, ServerError
+from tests.commands import invoke, json_of
 from tests.models import Checkpoints
 
 TEMPLATE = "{% for message in messages %}{{ message.role[0] + ':' + message.content + ';' }}{% endfor %}a:"
@@ -39,12 +39,6 @@ def folder(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
 def llm(folder: str, checkpoints: Checkpoints) -> LLM:
     config = {"model": checkpoints.near, "draft_length": "fixed"}
     return LLM(folder, speculative_config=config, dtype="float64", spec_length=3)
-
-
-def invoke(*arguments: str, stdin: str = "") -> Result:
-    result = CliRunner().invoke(app, arguments, input=stdin, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result
 
 
 def answers(llm: LLM, *messages: Any) -> list[str]:
@@ -94,7 +88,7 @@ def test_commands_change_the_following_answers(llm: LLM, folder: str, checkpoint
 def test_generate_answers_one_message(llm: LLM, folder: str) -> None:
     result = invoke("generate", "Hi", "--chat", "--system", "S", "--model", folder, *FLAGS)
     assert result.stdout == answers(llm, SYSTEM, HI)[0] + "\n"
-    value = json.loads(invoke("generate", "Hi", "--chat", "--model", folder, *FLAGS, "--json").stdout)
+    value = json_of("generate", "Hi", "--chat", "--model", folder, *FLAGS)
     assert value["text"] == answers(llm, HI)[0]
     assert value["usage"]["prompt_tokens"] == len("u:Hi;a:")
 
@@ -314,20 +308,8 @@ def serve() -> Iterator[Any]:
 
 def test_a_server_answers_in_the_chat(serve: Any) -> None:
     server = serve(GOOD)
-    flags = (
-        "--temperature",
-        "0",
-        "--logit-bias",
-        "3=1.5",
-        "--api-key",
-        "secret",
-        "--system",
-        "S",
-        "--model",
-        "two",
-        "--verbose",
-    )
-    result = invoke("chat", "--url", server.url + "/v1/", *flags, stdin="Hi\n/speculation off\nBye\n")
+    flags = "--temperature 0 --logit-bias 3=1.5 --api-key secret --system S --model two --verbose"
+    result = invoke("chat", "--url", server.url + "/v1/", *flags.split(), stdin="Hi\n/speculation off\nBye\n")
     assert result.stdout == "Hm.Yes!\n" * 2
     assert result.stderr.splitlines()[0] == f"two at {server.url}/v1"
     assert "8 tokens in" in result.stderr
@@ -410,7 +392,5 @@ def test_our_own_server_gives_the_same_answer(llm: LLM, folder: str) -> None:
 def test_a_message_may_have_many_lines(tmp_path: Path, folder: str) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("Hi\nthere", encoding="utf-8")
-    value = json.loads(
-        invoke("generate", "--prompt-file", str(file), "--chat", "--model", folder, *FLAGS, "--json").stdout
-    )
+    value = json_of("generate", "--prompt-file", file, "--chat", "--model", folder, *FLAGS)
     assert value["usage"]["prompt_tokens"] == len("u:Hi\nthere;a:")

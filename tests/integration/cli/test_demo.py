@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from speculant.cli import ComparedPrompt, DecodedPrompt, app, demo, pool, run, summary
+from speculant.cli import ComparedPrompt, DecodedPrompt, demo, pool, run, summary
 from speculant.engine import LLM
 from speculant.metrics import SpeculationMetrics
 from speculant.params import SamplingParams
+from tests.commands import invoke, json_of
 from tests.models import EXACT_DTYPE, Checkpoints
 
 TOKENS = 16
@@ -36,9 +37,7 @@ def tiny(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _demo(*arguments: str) -> Result:
-    result = CliRunner().invoke(app, ["demo", "--max-tokens", str(TOKENS), *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result
+    return invoke("demo", "--max-tokens", TOKENS, *arguments)
 
 
 @pytest.mark.usefixtures("tiny")
@@ -143,7 +142,7 @@ def _run(tokens: list[int], seconds: float, passes: int, accepted: int = 0) -> D
 
 def test_figures_are_pooled_not_averaged() -> None:
     total = pool([_run([1, 2, 3], 1.0, 2, accepted=2), _run([1], 3.0, 1, accepted=1)])
-    assert (total.tokens, total.seconds, total.target_passes) == (4, 4.0, 5)
+    assert (len(total.token_ids), total.seconds, total.target_passes) == (4, 4.0, 5)
     assert total.tokens_per_pass == 4 / 3, "a pass that only processes a part of a prompt does not count"
     assert total.tokens_per_s == 1.0
     assert total.speculation.mean_acceptance_length == 2.5
@@ -161,7 +160,7 @@ def test_a_difference_of_outputs_is_counted() -> None:
 
 @pytest.mark.slow
 def test_the_embedded_pair_is_worth_showing() -> None:
-    value = json.loads(CliRunner().invoke(app, ["demo", "--json"], catch_exceptions=False).stdout)
+    value = json_of("demo")
     assert value["mean_acceptance_length"] > 2
     assert value["identical_outputs"] == value["prompts"]
     assert not [entry["prompt"] for entry in value["pairs"] if _loops(entry["plain"]["token_ids"])]

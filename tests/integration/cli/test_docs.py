@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from speculant.cli import app
+from tests.commands import invoke
 from tests.gguf_models import convert
 from tests.models import Shape, write_checkpoint
 
@@ -55,8 +54,7 @@ def test_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         source = write_checkpoint(tmp_path / "source", Shape(layers=1, hidden_size=256))
         Path(GGUF).parent.mkdir()
         convert(source, Path(GGUF), "Q4_K")
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    invoke(*arguments)
 
 
 @pytest.mark.parametrize("document", LINKED)

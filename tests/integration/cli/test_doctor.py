@@ -5,25 +5,24 @@ from __future__ import annotations
 import json
 import platform
 import tomllib
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from speculant.cli import app, doctor
+from speculant.cli import doctor
 from speculant.errors import ModelError
 from speculant.kernels import usable_sets
 from speculant.models import GOOD, NativeDecoder, load_model
 from tests.backends import FakeBackend
+from tests.commands import error_of, invoke, json_of
 from tests.gguf_models import convert
 from tests.models import Shape, write_checkpoint
 
 
 def test_json_has_every_section() -> None:
-    result = CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False)
-    value = json.loads(result.stdout)
+    value = json_of("doctor")
     assert value["speculant"]["python"] == platform.python_version()
     assert value["torch"]["version"]
     assert value["torch"]["threads"] >= 1
@@ -39,7 +38,7 @@ def test_json_has_every_section() -> None:
 
 def test_text_names_every_section_and_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "measure_speeds", lambda: doctor.Speeds(20.0, 8.0, None))  # slow: a cost, and a fix
-    result = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
+    result = invoke("doctor")
     for title in ("Speculant", "Processor", "Memory", "Torch", "Cuda", "Kernels", "Packages", "Embedded Models"):
         assert title in result.stdout
     assert "costs: " in result.stdout
@@ -96,10 +95,7 @@ def file(source: str) -> str:
     return str(convert(source, path, lambda name: KINDS.get(name.split(".")[-2], "Q4_K")))
 
 
-def report(model: str) -> dict[str, Any]:
-    result = CliRunner().invoke(app, ["doctor", model, "--json"], catch_exceptions=False)
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+report = partial(json_of, "doctor")
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
@@ -190,17 +186,17 @@ def test_doctor_names_the_kernels_that_compute_a_model(source: str, monkeypatch:
 
 
 def test_doctor_prints_a_model_and_its_findings(source: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["doctor", source], catch_exceptions=False)
+    result = invoke("doctor", source)
     for text in ("Model", "Matrices", "Kernels", "Findings", "f32  matrices 16", "ok: its tokenizer can be read"):
         assert text in result.stdout
     (Path(source) / "tokenizer.json").rename(tmp_path / "tokenizer.json")
-    result = CliRunner().invoke(app, ["doctor", source], catch_exceptions=False)
+    result = invoke("doctor", source)
     (tmp_path / "tokenizer.json").rename(Path(source) / "tokenizer.json")
     assert "missing: " in result.stdout
     assert "has no tokenizer.json" in result.stdout
 
 
 def test_doctor_refuses_what_is_no_model(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["doctor", str(tmp_path)])
-    assert isinstance(result.exception, ModelError)
-    assert "has no config.json" in str(result.exception)
+    error = error_of("doctor", tmp_path)
+    assert isinstance(error, ModelError)
+    assert "has no config.json" in str(error)

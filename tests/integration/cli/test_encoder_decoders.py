@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from speculant import LLM, SamplingParams
-from speculant.cli import app
 from speculant.errors import ConfigError, RequestError
 from speculant.kernels import usable_sets
 from speculant.lab.quantize import quantize
 from speculant.models import CheckpointFiles, QuantizedBlocks, read_plain
+from tests.commands import invoke
 from tests.encoder_decoders import make_t5, write_t5
 
 TEXT = "hello world"
@@ -29,9 +28,7 @@ def t5(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, [*arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return invoke(*arguments).stdout
 
 
 def document(*arguments: str) -> dict[str, Any]:

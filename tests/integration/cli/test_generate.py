@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from speculant.cli import app, read_prompt
+from speculant.cli import read_prompt
 from speculant.errors import RequestError
+from tests.commands import invoke, json_of
 from tests.models import Checkpoints
 
 PROMPT = "def read(path):"
 
 
-def _invoke(*arguments: str, stdin: str | None = None) -> Result:
-    result = CliRunner().invoke(app, ["generate", *arguments], input=stdin, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result
+_invoke = partial(invoke, "generate")
 
 
 def _json(checkpoints: Checkpoints, *arguments: str, prompt: str = PROMPT) -> dict[str, Any]:
-    models = (
-        "--model",
-        checkpoints.target,
-        "--draft-model",
-        checkpoints.near,
-        "--dtype",
-        "float64",
-        "--spec-length",
-        "5",
-    )
-    return dict(json.loads(_invoke(prompt, *models, "--json", *arguments).stdout))
+    models = ("--model", checkpoints.target, "--draft-model", checkpoints.near)
+    return json_of("generate", prompt, *models, "--dtype", "float64", "--spec-length", 5, *arguments)
 
 
 def test_json_has_the_fields_that_programs_need(checkpoints: Checkpoints) -> None:
@@ -134,17 +122,8 @@ def test_logprobs_are_reported(checkpoints: Checkpoints) -> None:
 
 
 def test_text_goes_to_stdout_and_figures_to_stderr(checkpoints: Checkpoints) -> None:
-    arguments = (
-        "--model",
-        checkpoints.target,
-        "--draft-model",
-        checkpoints.near,
-        "--temperature",
-        "0",
-        "--max-tokens",
-        "12",
-    )
-    result = _invoke(PROMPT, *arguments, "--dtype", "float64")
+    models = ("--model", checkpoints.target, "--draft-model", checkpoints.near)
+    result = _invoke(PROMPT, *models, "--temperature", 0, "--max-tokens", 12, "--dtype", "float64")
     assert result.stdout == _json(checkpoints, "--temperature", "0", "--max-tokens", "12")["text"] + "\n"
     assert "12 tokens in" in result.stderr
     assert "speculation is on: " in result.stderr

@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
-from speculant.cli import LogLevel, app
+from speculant.cli import LogLevel
+from tests.commands import invoke
 from tests.models import Checkpoints
 
 COMMANDS = (["generate"], ["demo"], ["doctor"], ["check-lossless"], ["bench", "throughput"], ["train", "lm"])
@@ -22,7 +22,7 @@ def _arguments(checkpoints: Checkpoints) -> list[str]:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_log_level_is_a_flag_of_every_command(command: list[str]) -> None:
-    result = CliRunner().invoke(app, [*command, "--help"], catch_exceptions=False)
+    result = invoke(*command, "--help")
     assert "--log-level" in result.stdout
     assert all(level in result.stdout for level in LogLevel)
 
@@ -43,7 +43,7 @@ def test_log_level_lets_records_of_loading_through(checkpoints: Checkpoints, cap
     before = (logger.level, [*logger.handlers])
     assert before == (logging.NOTSET, []), "the library sets neither"
     try:
-        CliRunner().invoke(app, [*_arguments(checkpoints), "--log-level", "info"], catch_exceptions=False)
+        invoke(*_arguments(checkpoints), "--log-level", "info")
     finally:
         logger.setLevel(logging.NOTSET)
     shown = {(name, text.split()[0]) for name, level, text in caplog.record_tuples if level == logging.INFO}
@@ -52,16 +52,14 @@ def test_log_level_lets_records_of_loading_through(checkpoints: Checkpoints, cap
 
 
 def test_log_level_left_out_shows_nothing(checkpoints: Checkpoints) -> None:
-    shown = CliRunner().invoke(app, _arguments(checkpoints), catch_exceptions=False).stderr
+    shown = invoke(*_arguments(checkpoints)).stderr
     assert "INFO" not in shown
     lines = [line for line in shown.splitlines() if not line.startswith("Loading")]  # progress, on a busy machine
     assert len(lines) == 1, "the line of figures"
 
 
 def test_an_unknown_log_level_is_refused() -> None:
-    result = CliRunner().invoke(app, ["doctor", "--log-level", "loud"])
-    assert result.exit_code == 2
-    assert "loud" in result.output
+    assert "loud" in invoke("doctor", "--log-level", "loud", code=2).output
 
 
 @pytest.mark.slow

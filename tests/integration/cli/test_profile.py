@@ -6,30 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from speculant.cli import app
 from speculant.engine import PHASES
 from speculant.errors import ConfigError
+from tests.commands import error_of, invoke
 from tests.models import Checkpoints
 
 SMALL = ("--num-prompts", "1", "--max-tokens", "4", "--rounds", "1")
 
 
 def _invoke(checkpoints: Checkpoints, *arguments: str) -> Result:
-    models = (
-        "--model",
-        checkpoints.target,
-        "--draft-model",
-        checkpoints.near,
-        "--dtype",
-        "float64",
-        "--spec-length",
-        "2",
-    )
-    result = CliRunner().invoke(app, [*arguments, *models], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result
+    models = ("--model", checkpoints.target, "--draft-model", checkpoints.near)
+    return invoke(*arguments, *models, "--dtype", "float64", "--spec-length", 2)
 
 
 def _phases(path: Path) -> set[str]:
@@ -57,6 +46,6 @@ def test_bench_writes_a_trace_and_prints_its_path(checkpoints: Checkpoints, tmp_
 
 
 def test_profile_path_is_refused_before_loading(tmp_path: Path) -> None:
-    arguments = ["generate", "hello", "--model", "/nowhere", "--profile", str(tmp_path)]
-    with pytest.raises(ConfigError, match="is a folder"):
-        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    error = error_of("generate", "hello", "--model", "/nowhere", "--profile", tmp_path)
+    assert isinstance(error, ConfigError)
+    assert "is a folder" in error.problem

@@ -17,21 +17,19 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
-import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
 from speculant import AsyncEngine
-from speculant.errors import ModelError
 from speculant.serving import EventStream, client_of, key_digest, while_connected
 from tests.async_engines import core
 from tests.attackers import ATTACKS, attacked
 from tests.models import Checkpoints, checkpoints
-from tests.raw_clients import encoded, exchange
-from tests.servers import LiveServer, ServerProcess, serve, serve_process
+from tests.raw_clients import encoded, exchange, opened
+from tests.servers import LiveServer, ServerProcess, never_loads, serve, serve_process
 
-__all__ = ["checkpoints", "serve", "serve_process"]
+__all__ = ["checkpoints", "never_loads", "serve", "serve_process"]
 
 HOST = b"Host: localhost\r\n"
 VERSION = b"GET /version HTTP/1.1\r\n" + HOST
@@ -133,7 +131,7 @@ def test_unusual_requests_are_answered(demo: LiveServer, name: str) -> None:
 def test_a_blank_line_before_each_request_is_ignored(demo: LiveServer) -> None:
     """Some clients send one after a body. It may arrive in two parts."""
     post = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
-    with opened(demo) as connection:
+    with opened(demo.url) as connection:
         for part in (b"\r", b"\n" + post + b"\r", b"\n" + VERSION + b"\r\n", b"\r\n" + VERSION + CLOSE):
             connection.sendall(part)
             time.sleep(0.05)
@@ -152,7 +150,7 @@ def test_a_malformed_second_request_is_refused(demo: LiveServer) -> None:
 def test_a_refused_body_may_become_malformed(demo: LiveServer) -> None:
     """The answer has begun before the malformed part arrives."""
     request = CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n") + b"1\r\na\r\n"
-    with opened(demo) as connection:
+    with opened(demo.url) as connection:
         connection.sendall(request)
         assert b" 415 " in read_until(connection, b"}}")
         connection.sendall(b"x\r\n")
@@ -165,7 +163,7 @@ def test_a_malformed_body_after_its_answer_ends_it(serve: Any, never_loads: Any)
     """A second answer would be that of the next request."""
     server = serve(never_loads, allowed_origins=("https://a.example",))
     asks = CHUNKED.replace(b"POST", b"OPTIONS")[:-2] + b"Origin: https://a.example\r\n"
-    with opened(server) as connection:
+    with opened(server.url) as connection:
         connection.sendall(asks + b"Access-Control-Request-Method: GET\r\n\r\n")
         assert b" 200 " in read_until(connection, b"OK")
         connection.sendall(b"x\r\n")
@@ -180,12 +178,6 @@ def test_one_key_is_sent_in_one_header(serve: Any, checkpoints: Checkpoints) -> 
 
 
 # --- deadlines
-
-
-def opened(server: Any, source: str = "127.0.0.1") -> socket.socket:
-    """Return a connection to a server from an address of this machine."""
-    url = httpx.URL(server.url)
-    return socket.create_connection((url.host, url.port or 80), timeout=20, source_address=(source, 0))
 
 
 def drip(connection: socket.socket, data: bytes) -> None:
@@ -214,19 +206,6 @@ def read_to_end(connection: socket.socket) -> bytes:
 
 
 @pytest.fixture
-def never_loads() -> Iterator[Callable[[], AsyncEngine]]:
-    """Return a model that is not loaded: routes that need none are served."""
-    over = threading.Event()
-
-    def load() -> AsyncEngine:
-        over.wait()
-        raise ModelError("there is none", "name another.")
-
-    yield load
-    over.set()
-
-
-@pytest.fixture
 def hasty(serve: Any, never_loads: Callable[[], AsyncEngine]) -> LiveServer:
     """Return a server with short deadlines."""
     server: LiveServer = serve(never_loads, header_timeout=0.3, send_timeout=0.3)
@@ -234,14 +213,14 @@ def hasty(serve: Any, never_loads: Callable[[], AsyncEngine]) -> LiveServer:
 
 
 def test_a_silent_connection_ends(hasty: LiveServer) -> None:
-    with opened(hasty) as connection:
+    with opened(hasty.url) as connection:
         assert read_to_end(connection) == b""
 
 
 @pytest.mark.parametrize("before", [b"", VERSION + b"\r\n"], ids=["first", "second"])
 def test_a_slow_head_is_refused(hasty: LiveServer, before: bytes) -> None:
     """Though bytes keep coming."""
-    with opened(hasty) as connection:
+    with opened(hasty.url) as connection:
         if before:
             connection.sendall(before)
             read_until(connection, b"}")
@@ -256,7 +235,7 @@ def test_a_slow_head_is_refused(hasty: LiveServer, before: bytes) -> None:
 
 
 def test_a_connection_is_kept_for_the_next_request(hasty: LiveServer) -> None:
-    with opened(hasty) as connection:
+    with opened(hasty.url) as connection:
         for _ in range(5):
             time.sleep(0.15)
             connection.sendall(VERSION + b"\r\n")
@@ -270,7 +249,7 @@ def test_a_body_after_its_answer_has_an_end(serve: Any, never_loads: Any) -> Non
     asks = (
         b"OPTIONS /version HTTP/1.1\r\n" + HOST + b"Origin: https://a.example\r\nAccess-Control-Request-Method: GET\r\n"
     )
-    with opened(server) as connection:
+    with opened(server.url) as connection:
         connection.sendall(asks + b"Content-Length: 1000000\r\n\r\n")
         assert b" 200 " in connection.recv(4096)
         with pytest.raises(ConnectionError):
@@ -284,7 +263,7 @@ def test_an_answer_that_is_not_read_is_dropped(hasty: LiveServer, before: int, c
     """Nothing can be sent to the client, be it that the answer is over, or that the next one can't begin."""
     hasty.app.add_api_route("/large", lambda: Response(bytes(2**24)))
     request, connections = b"GET /large HTTP/1.1\r\n" + HOST, hasty.server.server_state.connections
-    with opened(hasty) as connection:
+    with opened(hasty.url) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.sendall((request + b"\r\n") * before + request + close + b"\r\n")
         hasty.until(
@@ -309,7 +288,7 @@ def test_who_leaves_before_its_next_request_is_noticed(hasty: LiveServer) -> Non
         return await while_connected(request.receive, forever())
 
     hasty.app.add_api_route("/wait", wait)
-    with opened(hasty) as connection:
+    with opened(hasty.url) as connection:
         connection.sendall(b"GET /wait HTTP/1.1\r\n" + HOST + b"\r\n")
         assert begun.wait(20)
         connection.sendall(VERSION + b"\r\n")
@@ -322,7 +301,7 @@ def test_who_leaves_before_its_next_request_is_noticed(hasty: LiveServer) -> Non
 
 
 def gets_version(server: Any, source: str = "127.0.0.1") -> bool:
-    with opened(server, source) as connection:
+    with opened(server.url, source) as connection:
         connection.sendall(VERSION + CLOSE)
         return b'"version"' in read_to_end(connection)
 
@@ -331,7 +310,7 @@ def test_a_newcomer_gets_in_when_all_places_are_taken(serve: Any, never_loads: A
     server = serve(never_loads, max_connections=6, max_connections_per_address=0)
     server.http.close()
     with ExitStack() as stack:
-        crowd = [stack.enter_context(opened(server, "127.0.0.2")) for _ in range(12)]
+        crowd = [stack.enter_context(opened(server.url, "127.0.0.2")) for _ in range(12)]
         assert gets_version(server, "127.0.0.3")
         assert read_to_end(crowd[0]) == b""
         crowd[-1].sendall(VERSION + CLOSE)
@@ -340,7 +319,7 @@ def test_a_newcomer_gets_in_when_all_places_are_taken(serve: Any, never_loads: A
 
 def test_an_address_has_its_share_of_places(serve: Any, never_loads: Any) -> None:
     server = serve(never_loads, max_connections_per_address=2)
-    with opened(server, "127.0.0.2") as first, opened(server, "127.0.0.2") as second:
+    with opened(server.url, "127.0.0.2") as first, opened(server.url, "127.0.0.2") as second:
         assert gets_version(server, "127.0.0.2")
         assert read_to_end(first) == b""
         second.sendall(VERSION + CLOSE)
@@ -355,16 +334,16 @@ def test_a_request_in_flight_keeps_its_connection(
     server, step = serve(engine, max_connections_per_address=1).ready(), core(engine).step
     monkeypatch.setattr(core(engine), "step", lambda: (goes_on.wait(20), step())[1])
     head = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY)
-    with opened(server, "127.0.0.2") as first, opened(server, "127.0.0.2") as second:
+    with opened(server.url, "127.0.0.2") as first, opened(server.url, "127.0.0.2") as second:
         assert read_to_end(first) == b""
         second.sendall(head)
         server.until(lambda: any(each._answering for each in tuple(server.server.server_state.connections)))
         assert gets_version(server, "127.0.0.2")
         assert b"connection_taken" in read_to_end(second)
-    with opened(server, "127.0.0.2") as busy:
+    with opened(server.url, "127.0.0.2") as busy:
         busy.sendall(head + BODY)
         server.until(lambda: server.state.admission.count == 1)
-        with opened(server, "127.0.0.2") as refused:
+        with opened(server.url, "127.0.0.2") as refused:
             refused.sendall(VERSION + b"\r\n")
             assert read_to_end(refused).startswith(b"HTTP/1.1 503 ")
         goes_on.set()
@@ -412,7 +391,7 @@ def waits(serve: Any, checkpoints: Checkpoints) -> Iterator[LiveServer]:
 
 def asked(server: Any, path: str, source: str, more: bytes = b"") -> bytes:
     """Return the whole answer to a request from an address."""
-    with opened(server, source) as connection:
+    with opened(server.url, source) as connection:
         connection.sendall(b"GET %s HTTP/1.1\r\n" % path.encode() + HOST + more + b"\r\n")
         return read_to_end(connection)
 
@@ -421,7 +400,7 @@ def crowd_of(server: Any, stack: ExitStack, sources: list[str], count: int, path
     """Begin requests that go on, as many from each address as it may have, and some more."""
     crowd = []
     for source in sources * count:
-        crowd.append(stack.enter_context(opened(server, source)))
+        crowd.append(stack.enter_context(opened(server.url, source)))
         crowd[-1].sendall(b"GET %s HTTP/1.1\r\n" % path.encode() + HOST + b"\r\n")
         server.until(lambda: len(server.running) == min(len(crowd), 12))
     return crowd
@@ -461,7 +440,7 @@ def test_silent_connections_do_not_keep_probes_out(waits: LiveServer) -> None:
     with ExitStack() as stack:
         crowd_of(waits, stack, ["127.0.0.2", "127.0.0.3"], 6)
         for _ in range(40):
-            stack.enter_context(opened(waits, "127.0.0.2"))
+            stack.enter_context(opened(waits.url, "127.0.0.2"))
         assert [asked(waits, "/health", "127.0.0.9").split()[1] for _ in range(20)] == [b"200"] * 20
         assert asked(waits, "/health", "127.0.0.2").split()[1] == b"200"
         assert asked(waits, "/ok", "127.0.0.2").split()[1] == b"503"
@@ -477,7 +456,7 @@ def test_only_a_trusted_proxy_names_the_client(serve: Any, never_loads: Any, tru
     server.app.add_api_route("/who", who)
     request = b"GET /who HTTP/1.1\r\nHost: localhost\r\nX-Forwarded-For: 192.0.2.9, 192.0.2.7\r\n" + CLOSE
     with ExitStack() as stack:
-        crowd = [stack.enter_context(opened(server, "127.0.0.2")) for _ in range(6)]
+        crowd = [stack.enter_context(opened(server.url, "127.0.0.2")) for _ in range(6)]
         crowd[-1].sendall(request)
         named = b"address:192.0.2.7" if trusted else b"address:127.0.0.2"
         assert named in read_to_end(crowd[-1])
@@ -499,7 +478,7 @@ def test_only_a_trusted_proxy_names_users(serve: Any, never_loads: Any, forwarde
     server.app.add_api_route("/who", who)
 
     def asked(address: str, *names: bytes) -> bytes:
-        with opened(server, address) as connection:
+        with opened(server.url, address) as connection:
             named = b"".join(b"X-User: %s\r\n" % name for name in names)
             connection.sendall(b"GET /who HTTP/1.1\r\n" + HOST + forwarded + named + CLOSE)
             return read_to_end(connection).rpartition(b"\r\n\r\n")[2].strip(b'"')
@@ -523,7 +502,7 @@ def test_a_client_that_has_reset_its_connection_is_known(serve: Any, never_loads
     server.app.add_api_route("/who", who)
     arrived = threading.Event()
     server.in_loop(lambda: arrived.wait(20))  # connections wait to be accepted meanwhile
-    with opened(server, "127.0.0.2") as hasty:
+    with opened(server.url, "127.0.0.2") as hasty:
         hasty.sendall(b"GET /who HTTP/1.1\r\n" + HOST + CLOSE)
         hasty.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     arrived.set()
@@ -538,7 +517,7 @@ def test_a_client_that_has_reset_its_connection_is_known(serve: Any, never_loads
 def test_one_client_can_t_take_the_room_for_bodies(serve: Any, checkpoints: Checkpoints) -> None:
     server = serve(AsyncEngine(checkpoints.target), max_body_bytes=1000, max_buffered_bytes=4000).ready()
     with ExitStack() as stack:
-        crowd = [stack.enter_context(opened(server, "127.0.0.2")) for _ in range(4)]
+        crowd = [stack.enter_context(opened(server.url, "127.0.0.2")) for _ in range(4)]
         for each in crowd:
             each.sendall(POST + b"Content-Length: 1000\r\n\r\n" + b" " * 900)
         server.until(lambda: bool(select.select(crowd, [], [], 0)[0]))
@@ -603,7 +582,7 @@ def test_silent_sockets_of_the_same_address_give_way(serve_process: Any) -> None
     alone = times_of(server.url, 20)
     with ExitStack() as stack:
         for _ in range(300):
-            stack.enter_context(opened(server))
+            stack.enter_context(opened(server.url))
         beside = times_of(server.url, 50)
     print(f"300 silent sockets: alone {max(alone):.3f} s, beside {max(beside):.3f} s")
     assert max(beside) < max(alone) + 0.25
@@ -618,7 +597,7 @@ def test_too_few_files_are_waited_out(serve_process: Any) -> None:
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (few, 1000))
     with ExitStack() as stack:
         for _ in range(300):
-            stack.enter_context(opened(server, "127.0.0.2"))
+            stack.enter_context(opened(server.url, "127.0.0.2"))
         beside = times_of(server.url, 50)
     said = [message for message in server.messages if "can't accept connections" in message]
     print(f"at {few} files beside 300 silent sockets: {max(beside):.3f} s; {said}")
@@ -631,7 +610,7 @@ def test_a_request_behind_a_stream_is_not_kept(serve_process: Any) -> None:
     """A client may send as much as it likes while an answer is streamed: the server reads little of it."""
     server: ServerProcess = serve_process("demo").ready()
     body = b'{"prompt": "a", "max_tokens": 900, "ignore_eos": true, "stream": true}'
-    with opened(server) as connection:
+    with opened(server.url) as connection:
         connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         connection.recv(1000)
         memory = server.memory

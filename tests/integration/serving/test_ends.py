@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -18,7 +19,8 @@ from speculant.engine import Engine
 from speculant.errors import ModelError
 from tests.async_engines import assert_nothing_is_held, core
 from tests.models import Checkpoints, checkpoints
-from tests.servers import LiveServer, serve, serve_process
+from tests.raw_clients import opened
+from tests.servers import LiveServer, in_background, serve, serve_process
 
 __all__ = ["checkpoints", "serve", "serve_process"]
 LONG: dict[str, Any] = {"prompt": "hello", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
@@ -82,18 +84,14 @@ def test_a_full_queue_refuses_at_once(serve: Any, engine: AsyncEngine, monkeypat
     SlowEngine(engine, monkeypatch)
     server = serve(engine).ready()
     running, short = [first_event(server) for _ in range(2)], {**LONG, "max_tokens": 10}
-    waiting = [threading.Thread(target=server.post, args=("/v1/completions",), kwargs=short) for _ in range(2)]
-    for thread in waiting:
-        thread.start()
-    server.until(lambda: server.state.admission.count == 4)
-    refused = server.http.post("/v1/completions", json=LONG)
-    assert server.state.admission.count == 4, "it waited until others had ended"
-    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    assert refused.json()["error"]["type"] == "rate_limit_error"
-    for response, _ in running:
-        response.close()
-    for thread in waiting:
-        thread.join()
+    with in_background([partial(server.post, "/v1/completions", **short)] * 2):
+        server.until(lambda: server.state.admission.count == 4)
+        refused = server.http.post("/v1/completions", json=LONG)
+        assert server.state.admission.count == 4, "it waited until others had ended"
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        for response, _ in running:
+            response.close()
     assert server.http.post("/v1/completions", json=short).status_code == 200
 
 
@@ -106,11 +104,8 @@ def test_a_burst_uses_all_free_room(serve: Any, engine: AsyncEngine, monkeypatch
     def send() -> None:
         statuses.append(server.http.post("/v1/completions", json={**LONG, "max_tokens": 1}).status_code)
 
-    burst = [threading.Thread(target=send) for _ in range(6)]
-    for thread in burst:
-        thread.start()
-    for thread in burst:
-        thread.join()
+    with in_background([send] * 6):
+        pass
     assert sorted(statuses) == [200] * 4 + [429] * 2
     never = server.http.post("/v1/completions", json={**LONG, "n": 5})
     assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
@@ -138,11 +133,10 @@ def test_a_client_that_reads_nothing_is_dropped(
 ) -> None:
     engine = AsyncEngine(checkpoints.target, max_num_seqs=16, dtype="float32")
     server = serve(engine, send_timeout=0.3).ready()
-    host, port = server.url.removeprefix("http://").split(":")
     body = json.dumps(
         {**LONG, "prompt": [[5, i] for i in range(16)], "max_tokens": 240, "stream": True, "logprobs": 100}
     )
-    with socket.create_connection((host, int(port))) as connection:
+    with opened(server.url) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.sendall(
             f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

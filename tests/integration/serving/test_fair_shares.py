@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import stat
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from speculant.errors import ConfigError
 from speculant.serving import client_of, key_digest, read_weights
 from tests.integration.serving.test_ends import LONG, SlowEngine
 from tests.models import Checkpoints, checkpoints
-from tests.servers import LiveServer, ServerProcess, serve, serve_process
+from tests.servers import LiveServer, ServerProcess, in_background, serve, serve_process
 
 __all__ = ["checkpoints", "serve", "serve_process"]
 SHORT = {**LONG, "max_tokens": 8}
@@ -38,19 +36,6 @@ def ask(server: LiveServer | ServerProcess, key: str, **body: Any) -> httpx.Resp
 def ask_as(server: LiveServer | ServerProcess, headers: dict[str, str], **body: Any) -> httpx.Response:
     with httpx.Client(base_url=server.url, timeout=300, trust_env=False, verify=False) as client:
         return client.post("/v1/completions", json=body, headers=headers)
-
-
-@contextmanager
-def in_background(calls: Sequence[Callable[[], object]]) -> Iterator[None]:
-    """Run calls in threads until the block ends and they do."""
-    threads = [threading.Thread(target=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        for thread in threads:
-            thread.join()
 
 
 # --- places

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import pytest
 
 from speculant import AsyncEngine
 from tests.models import Checkpoints, checkpoints
-from tests.raw_clients import encoded, exchange
+from tests.raw_clients import encoded, exchange, opened
 from tests.servers import LiveServer, ServerProcess, serve, serve_process
 
 __all__ = ["checkpoints", "serve", "serve_process"]
@@ -131,8 +130,7 @@ def test_a_hundred_of_each_are_refused_at_once(serve_process: Any) -> None:
 
 def test_a_large_body_is_not_read(demo: LiveServer) -> None:
     """The answer comes before the whole body."""
-    host, port = demo.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with opened(demo.url) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 67108864\r\n\r\n" + b"x" * 1000
         )

@@ -20,7 +20,7 @@ from speculant.serving import logger as access_logger
 from tests.async_engines import core
 from tests.integration.serving.test_ends import SlowEngine
 from tests.models import Checkpoints, checkpoints
-from tests.servers import LiveServer, serve
+from tests.servers import LiveServer, in_background, serve
 
 __all__ = ["checkpoints", "serve"]
 Serve = Callable[..., LiveServer]
@@ -157,11 +157,8 @@ def test_two_requests_may_have_one_id(serve: Serve, checkpoints: Checkpoints) ->
         response = server.http.post("/v1/completions", json=BODY, headers={"X-Request-Id": "mine"})
         statuses.append(response.status_code)
 
-    threads = [threading.Thread(target=send) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with in_background([send] * 6):
+        pass
     assert statuses == [200] * 6
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
 
 from speculant import AsyncEngine
-from tests.models import Shape, write_checkpoint
+from tests.models import Shape
 from tests.servers import LiveServer
+from tests.tagged import write_tagged
 
-THINK, THOUGHT = 258, 259
+TAGS, THINK, THOUGHT = ("<think>", "</think>"), 258, 259
 TEMPLATE = """{%- for message in messages %}{{ '[' + message.role + ']' + message.content + '[end]' }}{% endfor -%}
 {%- if add_generation_prompt %}{{ '[assistant]' }}
 {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think></think>' }}
@@ -28,13 +27,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": [
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Return a server of a model that has the tags as tokens, and a second template."""
     folder = tmp_path_factory.mktemp("reasoning")
-    paths = [write_checkpoint(folder / name, Shape(noise=noise)) for name, noise in (("target", 0.0), ("near", 0.1))]
-    for path in paths:
-        file = str(Path(path) / "tokenizer.json")
-        tokenizer = Tokenizer.from_file(file)
-        assert tokenizer.add_tokens(["<think>", "</think>"]) == 2
-        tokenizer.save(file)
-    (folder / "target" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    shapes = {"target": Shape(), "near": Shape(noise=0.1)}
+    paths = [write_tagged(folder / name, TEMPLATE, TAGS, shape) for name, shape in shapes.items()]
     (folder / "target" / "additional_chat_templates").mkdir()
     (folder / "target" / "additional_chat_templates" / "tool_use.jinja").write_text(
         "<tool_call>TOOLS", encoding="utf-8"
@@ -143,14 +137,9 @@ RESPONSE = {"input": "hi", "max_output_tokens": 60, "seed": 5}
 @pytest.fixture(scope="module", params=["one token", "special", "several tokens"])
 def opening(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Return a server of a model whose template ends every prompt with the start tag."""
-    folder = tmp_path_factory.mktemp("opening")
-    path = write_checkpoint(folder / "target")
-    file = str(Path(path) / "tokenizer.json")
-    tokenizer = Tokenizer.from_file(file)
-    if request.param != "several tokens":
-        tokenizer.add_tokens([AddedToken(tag, special=request.param == "special") for tag in ("<think>", "</think>")])
-    tokenizer.save(file)
-    (folder / "target" / "chat_template.jinja").write_text(OPENING, encoding="utf-8")
+    tags = () if request.param == "several tokens" else TAGS
+    folder = tmp_path_factory.mktemp("opening") / "target"
+    path = write_tagged(folder, OPENING, tags, Shape(), special=request.param == "special")
     live = LiveServer(AsyncEngine(path, dtype="float32")).ready()
     live.url += f"#{request.param}"
     yield live

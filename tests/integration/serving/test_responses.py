@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,14 +17,13 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import TypeAdapter
-from tokenizers import Tokenizer
 
 from speculant import AsyncEngine, Client
 from speculant.serving import ResponseStore
-from tests.models import Shape, write_checkpoint
 from tests.openai_schema import Check, Recorder
 from tests.raw_clients import Connection, encoded
 from tests.servers import LiveServer, ServerProcess, serve_process
+from tests.tagged import write_tagged
 
 __all__ = ["serve_process"]
 
@@ -54,14 +52,7 @@ EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the folder of a small model whose template has calls, and reasoning between two tokens."""
-    folder = tmp_path_factory.mktemp("responses") / "model"
-    path = write_checkpoint(folder, Shape(max_positions=1024))
-    file = str(Path(path) / "tokenizer.json")
-    tokenizer = Tokenizer.from_file(file)
-    assert tokenizer.add_tokens(["<think>", "</think>"]) == 2
-    tokenizer.save(file)
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    return path
+    return write_tagged(tmp_path_factory.mktemp("responses") / "model", TEMPLATE, ("<think>", "</think>"))
 
 
 @pytest.fixture(scope="module")

@@ -308,7 +308,7 @@ def test_a_tool_choice_requires_a_call(demo: LiveServer) -> None:
 def test_the_tokenizer_s_settings_are_encoded_once(demo: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may have megabytes, and anybody may ask for them without an end."""
     first = demo.http.get("/tokenizer_info")
-    monkeypatch.setattr("speculant.serving.openai.routes.encode_in_parts", None)
+    monkeypatch.setattr("speculant.serving.openai.service.encode_in_parts", None)
     assert demo.http.get("/tokenizer_info").content == first.content
     assert first.json()["tokenizer_class"]
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.raw_clients import Reply, exchange
-from tests.servers import ServerProcess, serve_process
+from tests.servers import ServerProcess, in_background, serve_process
 
 pytestmark = pytest.mark.slow
 
@@ -115,13 +116,11 @@ def attacked(url: str, path: str, body: Mapping[str, Any] | str) -> Iterator[lis
         while not over.is_set():
             statuses.append(asyncio.run(exchange(url, data)).status)
 
-    threads = [threading.Thread(target=attack, args=(client,)) for client in range(ATTACKERS)]
-    for thread in threads:
-        thread.start()
-    yield statuses
-    over.set()
-    for thread in threads:
-        thread.join()
+    with in_background([partial(attack, client) for client in range(ATTACKERS)]):
+        try:
+            yield statuses
+        finally:
+            over.set()
 
 
 def test_large_texts_hardly_delay_a_neighbour(server: ServerProcess) -> None:

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from speculant import AsyncEngine
 from speculant.serving import LARGE
 from speculant.text import Tokenizer
 from tests.models import Checkpoints, checkpoints
-from tests.raw_clients import encoded
+from tests.raw_clients import encoded, opened
 from tests.servers import LiveServer, serve
 
 __all__ = ["checkpoints", "serve"]
@@ -44,8 +43,7 @@ def server(checkpoints: Checkpoints) -> Iterator[LiveServer]:
 
 def sent(server: LiveServer, path: str, body: dict[str, Any]) -> socket.socket:
     """Send a request, and return the connection, which the client can close."""
-    url = httpx.URL(server.url)
-    connection = socket.create_connection((url.host, url.port or 80), timeout=30)
+    connection = opened(server.url)
     connection.sendall(encoded(path, body))
     return connection
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
 
 from speculant import AsyncEngine
-from tests.models import ALPHABET, END, Shape, write_checkpoint
+from tests.models import ALPHABET, END, Shape
 from tests.servers import LiveServer
-from tests.tagged import HARMONY, HARMONY_TEMPLATE
+from tests.tagged import HARMONY, HARMONY_TEMPLATE, write_tagged
 
 TEMPLATE = """{%- if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif -%}
 {%- for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor -%}"""
@@ -44,9 +43,8 @@ def without_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServ
 
 
 def started(folder: Path, template: str) -> Iterator[LiveServer]:
-    path = write_checkpoint(folder, Shape(max_positions=1024))
-    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    live = LiveServer(AsyncEngine(path, dtype="float32"), per_request_spec_decode_metrics="summary").ready()
+    engine = AsyncEngine(write_tagged(folder, template), dtype="float32")
+    live = LiveServer(engine, per_request_spec_decode_metrics="summary").ready()
     yield live
     live.stop()
 
@@ -156,13 +154,7 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Return a server of a model with gpt-oss's template and tags, whose drafts are nearly right."""
     folder = tmp_path_factory.mktemp("harmony")
     shapes = [("target", Shape(max_positions=1024)), ("near", Shape(max_positions=1024, noise=0.1))]
-    paths = [write_checkpoint(folder / name, shape) for name, shape in shapes]
-    for path in paths:
-        file = str(Path(path) / "tokenizer.json")
-        tokenizer = Tokenizer.from_file(file)
-        tokenizer.add_special_tokens([AddedToken(tag, special=True, normalized=False) for tag in HARMONY])
-        tokenizer.save(file)
-    (folder / "target" / "chat_template.jinja").write_text(HARMONY_TEMPLATE, encoding="utf-8")
+    paths = [write_tagged(folder / name, HARMONY_TEMPLATE, HARMONY, shape, special=True) for name, shape in shapes]
     live = LiveServer(AsyncEngine(paths[0], draft_model=paths[1], dtype="float32")).ready()
     yield live
     live.stop()

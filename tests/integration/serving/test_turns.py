@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,12 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from speculant import AsyncEngine
-from speculant.errors import ModelError
 from speculant.serving import ChunkCount, Connections, HttpConnection, RoundRobin, ServerOptions, Surroundings
 from tests.raw_clients import exchange
-from tests.servers import LiveServer, serve
+from tests.servers import LiveServer, never_loads, serve
 
-__all__ = ["serve"]
+__all__ = ["never_loads", "serve"]
 GET = b"GET /noted HTTP/1.1\r\nHost: localhost\r\n"
 CLOSE = b"Connection: close\r\n\r\n"
 
@@ -44,16 +42,9 @@ class Iterations:
 
 
 @pytest.fixture
-def server(serve: Any) -> Iterator[LiveServer]:
-    """Return a server whose model is not loaded: routes that need none are served."""
-    over = threading.Event()
-
-    def load() -> AsyncEngine:
-        over.wait()
-        raise ModelError("there is none", "name another.")
-
-    yield serve(load)
-    over.set()
+def server(serve: Any, never_loads: Callable[[], AsyncEngine]) -> LiveServer:
+    live: LiveServer = serve(never_loads)
+    return live
 
 
 def test_one_request_begins_in_an_iteration(server: LiveServer) -> None:

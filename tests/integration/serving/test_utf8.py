@@ -12,9 +12,10 @@ import pytest
 
 from speculant import AsyncEngine
 from tests.examples import sizes
-from tests.models import PRINTABLE, Shape, write_checkpoint
+from tests.models import PRINTABLE, Shape
 from tests.raw_clients import Reply, encoded, exchange
 from tests.servers import LiveServer
+from tests.tagged import write_tagged
 
 TEMPLATE = "{%- for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor -%}"
 FORMS = [
@@ -34,8 +35,8 @@ OTHERS = [token for token in range(256) if token not in PRINTABLE]  # parts of c
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = tmp_path_factory.mktemp("utf8")
-    paths = [write_checkpoint(folder / name, Shape(noise=noise)) for name, noise in (("target", 0.0), ("near", 0.1))]
-    (folder / "target" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    shapes = {"target": Shape(), "near": Shape(noise=0.1)}
+    paths = [write_tagged(folder / name, TEMPLATE, (), shape) for name, shape in shapes.items()]
     engine = AsyncEngine(paths[0], draft_model=paths[1], dtype="float32", max_num_seqs=16, spec_length=3)
     live = LiveServer(engine).ready()
     yield live

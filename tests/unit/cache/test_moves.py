@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from speculant.cache import KVCache, ReservationPlan, Slots
+from speculant.cache import KVCache, ReservationPlan
 from speculant.errors import CapacityError
 from tests.blocks import held_slots, moves_of, token_cache
 
@@ -94,14 +94,6 @@ def test_refused_reservation_moves_nothing() -> None:
         paged.reserve(2, 1)
     assert held_slots(paged, 2) == before
     paged.check()
-
-
-@pytest.mark.parametrize("cache", caches(), ids=["paged", "slotted"])
-def test_slots_are_those_of_the_table(cache: KVCache) -> None:
-    first, second = cache.reserve(1, 3), cache.reserve(1, 4)
-    assert [*first.slots, *second.slots] == held_slots(cache, 1)
-    assert (first.end, second.start, second.end) == (3, 3, 7)
-    assert Slots(1, 3, [7, 8]).end == 5
 
 
 def test_a_table_that_was_given_out_never_changes(paged: KVCache) -> None:

@@ -12,7 +12,7 @@ from speculant import LLM, AsyncEngine, SamplingParams
 from speculant.drafting import LONGEST_MATCH, Alignment, DrafterNeeds, Drafters, PredictionDrafter
 from speculant.errors import ConfigError, RequestError
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
-from speculant.speculation import MAX_PREDICTION
+from speculant.params import MAX_PREDICTION
 from tests.fakes import ScriptedDrafter, build_rig
 from tests.models import VOCAB_SIZE, Checkpoints, make_request
 

@@ -203,7 +203,7 @@ def test_counts_are_those_of_the_texts() -> None:
 def test_counts_do_not_depend_on_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [np.random.default_rng(seed).integers(0, V, 40).tolist() for seed in range(9)]
     whole = count_bigrams(texts, V)
-    monkeypatch.setattr("speculant.lab.training.bigrams.BATCH", 50)
+    monkeypatch.setattr("speculant.lab.training.corpus.BATCH", 50)
     parts = count_bigrams(texts, V)
     assert np.array_equal(whole.pairs, parts.pairs)
     assert np.array_equal(whole.counts, parts.counts)

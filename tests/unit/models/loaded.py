@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from speculant.errors import ModelError
 from speculant.files import TICK
 from speculant.models import Checkpoint, NativeDecoder, load_model
 from speculant.models.weights import cache as weight_cache
@@ -51,3 +56,58 @@ def packed_of(loaded: Checkpoint) -> Any:
 def error(found: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference, divided by the norm of the expected values."""
     return float((found - expected).norm() / expected.norm())
+
+
+class Written:
+    """Quantised checkpoints, each written once beside its numbers. Tests that change one copy it.
+
+    quantise: writes the weights of a source to a folder in a form, and the numbers that they stand for to another.
+    """
+
+    def __init__(self, source: Path, root: Path, quantise: Callable[[Path, Path, Path, Any], None]) -> None:
+        self._source, self._root, self._quantise = source, root, quantise
+        self._made = dict[str, tuple[Path, Tensor]]()
+
+    def __getitem__(self, form: Any) -> tuple[Path, Tensor]:
+        """Return the folder of a form, and the logits of its numbers on the reference kernels."""
+        if (key := str(form)) not in self._made:
+            folder = self._root / str(len(self._made))
+            self._quantise(self._source, folder / "packed", folder / "numbers", form)
+            self._made[key] = folder / "packed", logits(folder / "numbers")
+        return self._made[key]
+
+    def copy(self, form: Any, folder: Path) -> tuple[Path, Tensor]:
+        """Return a copy in a folder, and the same logits."""
+        packed, numbers = self[form]
+        return shutil.copytree(packed, folder / "packed"), numbers
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the tensors of a checkpoint in place."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def refused(source: Path | str, *words: str) -> str:
+    """Return the error with which a model is refused; it has these words and a fix."""
+    with pytest.raises(ModelError) as caught:
+        load_model(str(source))
+    assert "Fix:" in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+    return str(caught.value)
+
+
+def runs_or_is_refused(place: Path, seconds: float = 1.0) -> bool:
+    """Return whether there is a model, which runs; else loading raised a ModelError. Both take less than a second."""
+    started = time.process_time()
+    try:
+        model = load_model(str(place)).model
+    except ModelError:
+        return False
+    finally:
+        assert time.process_time() - started < seconds
+    tokens = [token % model.vocab_size for token in (1, 5, 2)]
+    assert Session(model, max_len=4).extend(tokens).dtype.is_floating_point
+    return True

@@ -14,10 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speculant.errors import ModelError
-from speculant.models import ModuleFiles, QuantizedBlocks, TensorFiles, decode
-from speculant.models.weights.tensors import read_scheme
-from tests.quantised_folders import Gptq, Rounded, awq_config, awq_module, gptq_module, rounded
-from tests.scaled_folders import FORMATS, NF4, Made
+from speculant.models import QuantizedBlocks, decode, joined, open_folder, scheme_of
+from tests.quantised_folders import FORMATS, NF4, Gptq, Made, Rounded, awq_config, awq_module, gptq_module, rounded
 
 N, K = 64, 256
 WEIGHT = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
@@ -29,11 +27,10 @@ def opened(folder: Path, options: Mapping[str, Any], tensors: Mapping[str, Tenso
     """Return the numbers of a matrix that some modules have."""
     named = {f"m{i}{end}": tensor.clone() for i in range(modules) for end, tensor in tensors.items()}
     save_file({name: tensor.contiguous() for name, tensor in named.items()}, folder / "model.safetensors")
-    scheme = read_scheme({"quantization_config": dict(options)})
+    scheme = scheme_of({"quantization_config": dict(options)})
     assert scheme is not None
-    files = ModuleFiles.of(TensorFiles.open(folder), scheme)
-    files.say_decoded()
-    for name in files.matrices:
+    files = joined(open_folder(folder), scheme)
+    for name in files.joined:
         found = files.read(name)
     return decode(found, torch.float32) if isinstance(found, QuantizedBlocks) else found
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from speculant import plugins
 from speculant.errors import ConfigError, ModelError
 from speculant.gguf_file import GgufFile
 from speculant.kernels import BLOCK_TYPES
@@ -22,13 +21,13 @@ from speculant.models import (
     NEUTRAL,
     TABLE,
     Checkpoint,
-    GgufWeights,
     Mapped,
     QuantizedBlocks,
     Rope,
     TensorMap,
     Unpaired,
     decode,
+    gguf_weights,
     load_model,
     read_gguf_config,
     read_gguf_decoder,
@@ -39,6 +38,7 @@ from speculant.text import read_gguf_tokenizer
 from tests.gguf_models import DECODED, FLOATS, LARGE_BLOCKS, SMALL_BLOCKS, convert, decoded
 from tests.models import ALPHABET, END, HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
 from tests.unit.models.families import Session, make_pair
+from tests.unit.models.loaded import refused
 
 pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")
 FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {}}
@@ -70,20 +70,13 @@ def logits(checkpoint: Checkpoint) -> torch.Tensor:
     return Session(checkpoint.model).extend(TOKENS)
 
 
-def refused(path: Path, *words: str) -> None:
-    with pytest.raises(ModelError) as caught:
-        load_model(str(path))
-    for word in words:
-        assert word in str(caught.value)
-
-
 def same_as_decoded(path: Path, folder: Path, out: Path, kernels: str) -> Checkpoint:
     """Compare a file's logits with those of the weights that the gguf package decodes.
 
     Native kernels round activations to 8 bits where weights are blocks; logits then differ by a few hundredths of their
     spread.
     """
-    has_blocks = bool(GgufWeights(GgufFile.open(path)).quantised_kinds())
+    has_blocks = bool(gguf_weights(GgufFile.open(path)).quantised_kinds())
     own = load_model(str(path), dtype="float32" if has_blocks else "auto", kernels=kernels)
     dtype = str(own.dtype).removeprefix("torch.")
     expected = load_model(str(decoded(path, folder, out)), dtype=dtype, kernels=kernels)
@@ -147,25 +140,6 @@ def test_kinds_may_differ_between_matrices(wide: Path, tmp_path: Path, kernels: 
     same_as_decoded(path, wide, tmp_path / "decoded", kernels)
 
 
-@pytest.mark.slow  # test_gguf_families.py has a variant of each family
-@pytest.mark.parametrize(
-    ("family", "variant"),
-    [
-        ("llama", "llama2"),
-        ("llama", "linear"),
-        ("llama", "biases"),
-        ("qwen2", "tied"),
-        ("qwen3", "plain"),
-        ("qwen3", "tied"),
-    ],
-)
-def test_variants_of_a_family(tmp_path: Path, family: str, variant: str) -> None:
-    pair = make_pair(tmp_path / "source", family, variant)
-    own = load_model(str(convert(pair.folder, tmp_path / "model.gguf")))
-    tokens = [token % 61 for token in TOKENS]
-    torch.testing.assert_close(Session(own.model).extend(tokens), pair.reference(tokens), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("linear", [1.0, 2.0])
 def test_factors_of_rotary_positions_divide_frequencies(tmp_path: Path, kernels: str, linear: float) -> None:
@@ -203,12 +177,6 @@ def test_any_part_of_a_split_file_is_the_model(folder: Path, tmp_path: Path, par
     assert torch.equal(logits(own), logits(load_model(str(folder))))
 
 
-def test_a_missing_part_is_named(folder: Path, tmp_path: Path) -> None:
-    first = convert(folder, tmp_path / "model.gguf", parts=3)
-    first.unlink()
-    refused(first.with_name("model-00002-of-00003.gguf"), "lacks model-00001-of-00003.gguf, of the 3 parts")
-
-
 def test_native_kernels_keep_packed_weights_of_a_file(folder: Path, tmp_path: Path) -> None:
     path = convert(folder, tmp_path / "model.gguf", "Q8_0")
     found = [load_model(str(path), kernels="native", weight_cache=tmp_path / "cache") for _ in range(2)]
@@ -224,8 +192,8 @@ def test_rows_are_selected_without_decoding(folder: Path, tmp_path: Path, kind: 
     names = TensorMap(
         ((TABLE, "token_embd.weight"), (HEAD, "output.weight"), ("q", Unpaired("blk.0.attn_q.weight", 4)))
     )
-    table = GgufWeights(file).shape("token_embd.weight")
-    weights = Mapped(GgufWeights(file), {TABLE: table, HEAD: table, "q": (HIDDEN_SIZE, HIDDEN_SIZE)}, names)
+    table = gguf_weights(file).shape("token_embd.weight")
+    weights = Mapped(gguf_weights(file), {TABLE: table, HEAD: table, "q": (HIDDEN_SIZE, HIDDEN_SIZE)}, names)
     rows = [9 if row in (5, *range(VOCAB_SIZE, VOCAB_SIZE + 3)) else row for row in range(VOCAB_SIZE + 3)]
     short, fitted = weights.with_rows({HEAD: (HEAD, (3, 7, 200))}), weights.with_rows({TABLE: (TABLE, rows)})
     for source, name in ((short, HEAD), (fitted, TABLE), (weights, "q")):
@@ -236,13 +204,8 @@ def test_rows_are_selected_without_decoding(folder: Path, tmp_path: Path, kind: 
     assert torch.equal(read_plain(fitted, TABLE)[5], read_plain(weights, TABLE)[9])
 
 
-def test_pairs_of_rows_are_separated() -> None:
-    """Rows 0 and 1 of a stored head rotate together; in the model they are row 0 of each half."""
-    assert Unpaired("q", 2).rows(8) == [0, 2, 1, 3, 4, 6, 5, 7]
-
-
 def test_a_large_matrix_is_decoded_in_parts(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
-    weights = GgufWeights(GgufFile.open(convert(folder, tmp_path / "model.gguf", "Q4_0")))
+    weights = gguf_weights(GgufFile.open(convert(folder, tmp_path / "model.gguf", "Q4_0")))
     blocks = weights.read("token_embd.weight")
     assert isinstance(blocks, QuantizedBlocks)
     whole = decode(blocks, torch.float32)
@@ -251,7 +214,7 @@ def test_a_large_matrix_is_decoded_in_parts(monkeypatch: pytest.MonkeyPatch, fol
 
 
 def test_a_tensor_can_be_changed_and_its_file_stays(folder: Path, tmp_path: Path) -> None:
-    weights = GgufWeights(GgufFile.open(convert(folder, tmp_path / "model.gguf")))
+    weights = gguf_weights(GgufFile.open(convert(folder, tmp_path / "model.gguf")))
     tensor = weights.read("output.weight")
     assert isinstance(tensor, torch.Tensor)
     before = tensor.clone()
@@ -468,18 +431,9 @@ def test_other_tensors_are_called_by_their_names_in_the_file(folder: Path, tmp_p
     refused(tmp_path / "model.gguf", "1 missing (blk.1.ffn_up.weight)", "blk.1.ffn_pu.weight")
 
 
-def test_a_window_of_qwen_is_read(tmp_path: Path) -> None:
-    source = Path(write_checkpoint(tmp_path / "source", Shape(family="qwen2")))
-    path = convert(source, tmp_path / "model.gguf", metadata={"qwen2.attention.sliding_window": 6})
-    config = read_gguf_config(GgufFile.open(path))
-    layers = plugins.load("speculant.models", "qwen2").read_config(config).layers
-    assert {layer.attention.window for layer in layers} == {6}
-    load_model(str(path))
-
-
 def test_a_file_that_has_become_shorter_is_an_error(folder: Path, tmp_path: Path) -> None:
     path = convert(folder, tmp_path / "model.gguf")
-    weights = GgufWeights(GgufFile.open(path))
+    weights = gguf_weights(GgufFile.open(path))
     copy = tmp_path / "short"
     shutil.copy(path, copy)
     path.write_bytes(copy.read_bytes()[:100])

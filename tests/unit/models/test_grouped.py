@@ -18,11 +18,11 @@ from speculant.models import (
     Rows,
     TensorMap,
     Transposed,
+    WeightSource,
     as_blocks,
     as_floats,
     decode,
     layout_for,
-    order_of,
     read_plain,
     stored_bytes,
     unpacked,
@@ -118,7 +118,7 @@ def test_words_hold_the_lowest_integer_first(bits: int, axis: int) -> None:
 
 
 @dataclass(frozen=True)
-class OneMatrix:
+class OneMatrix(WeightSource):
     """A source of one matrix in blocks."""
 
     blocks: QuantizedBlocks
@@ -151,7 +151,7 @@ def test_rows_keep_an_order_and_columns_are_decoded(ordered: bool) -> None:
     assert torch.equal(read_plain(source, "rows"), expected[1:4])
     assert torch.equal(read_plain(source, "columns"), expected[:, 32:96])
     assert (source.kind("rows"), source.kind("columns")) == ("ZERO4", "F32" if ordered else "ZERO4")
-    assert (order_of(source, "rows") is not None, order_of(source, "columns") is not None) == (ordered, False)
+    assert (source.order("rows") is not None, source.order("columns") is not None) == (ordered, False)
 
 
 def test_upright_matrices_are_not_transposed() -> None:

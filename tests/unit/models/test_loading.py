@@ -1,8 +1,9 @@
-"""The checkpoints that load_model loads, those that it refuses, and its errors."""
+"""The checkpoints that load_model loads, those that it refuses, and its errors. Null entries count as absent."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import time
@@ -14,16 +15,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
-from speculant.config import EngineConfig
+from speculant import plugins
+from speculant.config import EngineConfig, resolve
 from speculant.engine import build_engine, load_tokenizer
-from speculant.errors import ConfigError, ModelError
+from speculant.errors import ConfigError
 from speculant.models import OutputRules, load_model, resolve_source
 from speculant.params import SamplingParams
-from tests.unit.models.families import LLAMA3, Pair, Session, make_pair, random_tokens
+from tests.unit.models.families import LLAMA3, SMALL, VARIANTS, Pair, Session, make_pair, random_tokens
+from tests.unit.models.loaded import change_tensors, refused
 
 pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")
 PROMPT = random_tokens(9)
+WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +47,6 @@ def edit(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({key: value for key, value in {**content, **changes}.items() if value is not ...}))
 
 
-def edit_tensors(folder: Path, change: dict[str, Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
 def split_into_shards(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -57,14 +56,6 @@ def split_into_shards(folder: Path) -> None:
         save_file({name: tensors[name] for name in part}, folder / file)
     index = {"weight_map": {name: file for file, part in context.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def refused(folder: Path, *words: str) -> None:
-    with pytest.raises(ModelError) as caught:
-        load_model(str(folder))
-    assert "Fix:" in str(caught.value)
-    for word in words:
-        assert word in str(caught.value)
 
 
 def test_a_checkpoint_has_its_folder_s_metadata(folder: Path) -> None:
@@ -217,7 +208,7 @@ def test_shards(original: Pair, folder: Path) -> None:
 def test_dtypes(folder: Path, stored: str, dtype: str, expected: torch.dtype, key: str | None) -> None:
     """With or without a type in config.json, under its old name and its new one."""
     kind = getattr(torch, stored)
-    edit_tensors(folder, lambda tensors: tensors.update({n: t.to(kind) for n, t in tensors.items()}))
+    change_tensors(folder, lambda tensors: tensors.update({n: t.to(kind) for n, t in tensors.items()}))
     edit(folder / "config.json", **{"dtype": ..., **({key: stored} if key else {})})
     checkpoint = load_model(str(folder), dtype=dtype)
     assert checkpoint.dtype == expected
@@ -228,7 +219,7 @@ def test_dtypes(folder: Path, stored: str, dtype: str, expected: torch.dtype, ke
 def test_weights_do_not_follow_their_file(folder: Path) -> None:
     model = load_model(str(folder)).model
     before = Session(model).extend(PROMPT)
-    edit_tensors(folder, lambda tensors: tensors.update({n: t * 2 for n, t in tensors.items()}))
+    change_tensors(folder, lambda tensors: tensors.update({n: t * 2 for n, t in tensors.items()}))
     assert torch.equal(Session(model).extend(PROMPT), before)
 
 
@@ -237,28 +228,8 @@ def test_harmless_extra_tensors_are_ignored(folder: Path) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
-    edit_tensors(folder, add)
+    change_tensors(folder, add)
     load_model(str(folder))
-
-
-def test_refuses_a_head_that_contradicts_tying(folder: Path) -> None:
-    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
-    refused(folder, "tie_word_embeddings", "differs")
-
-
-def test_refuses_pickle_alone(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refused(folder, "pickle", "pytorch_model.bin", "safetensors")
-
-
-def test_refuses_an_unknown_family(folder: Path) -> None:
-    edit(folder / "config.json", model_type="lama")
-    refused(folder, "'lama'", "did you mean 'llama'", "mistral", "qwen2", "qwen3")
-
-
-def test_refuses_code_from_the_checkpoint(folder: Path) -> None:
-    edit(folder / "config.json", model_type="mine", auto_map={"AutoModelForCausalLM": "modeling.Mine"})
-    refused(folder, "'mine'", "auto_map", "never")
 
 
 def test_code_beside_a_known_family_is_left_alone(folder: Path) -> None:
@@ -267,27 +238,12 @@ def test_code_beside_a_known_family_is_left_alone(folder: Path) -> None:
     load_model(str(folder))
 
 
-def test_refuses_quantised_weights(folder: Path) -> None:
-    edit(folder / "config.json", quantization_config={"quant_method": "hqq"})
-    refused(folder, "quantised")
-
-
-def test_refuses_missing_and_unexpected_tensors(folder: Path) -> None:
-    def rename(tensors: dict[str, Tensor]) -> None:
-        tensors["model.norm.gain"] = tensors.pop("model.norm.weight")
-
-    edit_tensors(folder, rename)
-    refused(folder, "1 missing (model.norm.weight)", "1 unexpected (model.norm.gain)")
-
-
-def test_refuses_misshaped_tensors(folder: Path) -> None:
-    edit_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)}))
-    refused(folder, "model.norm.weight is [7]", "[32]")
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"model_type": "lama"}, ("'lama'", "did you mean 'llama'", "mistral", "qwen2", "qwen3")),
+        ({"model_type": "x", "auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, ("'x'", "auto_map", "never")),
+        ({"quantization_config": {"quant_method": "hqq"}}, ("quantised",)),
         ({"num_hidden_layers": 2}, ("num_hidden_layers = 2", "3 layers")),
         ({"num_hidden_layers": 4}, ("num_hidden_layers = 4", "3 layers")),
         ({"head_dim": 8}, ("q_proj.weight is [64, 32]", "[32, 32]")),
@@ -341,14 +297,60 @@ def test_layers_are_counted_before_any_is_made(folder: Path, layers: int) -> Non
     assert time.process_time() - started < 1
 
 
-def test_refuses_weights_without_layers(folder: Path) -> None:
-    save_file({"model.norm.weight": torch.ones(32)}, folder / "model.safetensors")
-    refused(folder, "num_hidden_layers = 3", "0 layers")
+def with_norm(tensor: Tensor) -> Callable[[Path], object]:
+    """Replace the tensor of the last norm."""
+    return lambda folder: change_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": tensor}))
 
 
-def test_refuses_integer_weights(folder: Path) -> None:
-    edit_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}))
-    refused(folder, "model.norm.weight is I8")
+def with_another_head(folder: Path) -> None:
+    change_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+
+
+def with_another_name(folder: Path) -> None:
+    change_tensors(folder, lambda t: t.update({"model.norm.gain": t.pop("model.norm.weight")}))
+
+
+def cut_off(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100])
+
+
+def without_a_shard(folder: Path) -> None:
+    split_into_shards(folder)
+    (folder / "model-2.safetensors").unlink()
+
+
+def with_an_index_that_points_outside(folder: Path) -> None:
+    split_into_shards(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
+
+
+BROKEN: list[tuple[Callable[[Path], object], tuple[str, ...]]] = [
+    (with_another_head, ("tie_word_embeddings", "differs")),
+    (with_another_name, ("1 missing (model.norm.weight)", "1 unexpected (model.norm.gain)")),
+    (with_norm(torch.ones(7)), ("model.norm.weight is [7]", "[32]")),
+    (with_norm(torch.ones(32, dtype=torch.int8)), ("model.norm.weight is I8",)),
+    (
+        lambda folder: save_file({"model.norm.weight": torch.ones(32)}, folder / WEIGHTS),
+        ("num_hidden_layers = 3", "0 layers"),
+    ),
+    (lambda folder: (folder / WEIGHTS).write_bytes(b"\x10\0\0\0\0\0\0\0 not a header"), (WEIGHTS,)),
+    (cut_off, (WEIGHTS,)),
+    (
+        lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
+        ("pickle", "pytorch_model.bin", "safetensors"),
+    ),
+    (lambda folder: (folder / WEIGHTS).unlink(), ("neither",)),
+    (without_a_shard, ("model-2.safetensors", "index")),
+    (with_an_index_that_points_outside, ("weight_map",)),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), BROKEN, ids=[" ".join(words) for _, words in BROKEN])
+def test_weights_that_are_not_the_model_s_are_refused(
+    change: Callable[[Path], object], words: tuple[str, ...], folder: Path
+) -> None:
+    change(folder)
+    refused(folder, *words)
 
 
 def test_refuses_broken_files(folder: Path) -> None:
@@ -367,23 +369,6 @@ def test_refuses_broken_files(folder: Path) -> None:
     refused(folder, "config.json", "can't be read")
     (folder / "config.json").rmdir()
     refused(folder, "has no config.json")
-
-
-def test_refuses_a_broken_file_of_weights(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 not a header")
-    refused(folder, "model.safetensors")
-
-
-def test_refuses_truncated_weights(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    refused(folder, "model.safetensors")
-
-
-def test_refuses_missing_shards(folder: Path) -> None:
-    split_into_shards(folder)
-    (folder / "model-2.safetensors").unlink()
-    refused(folder, "model-2.safetensors", "index")
 
 
 def edit_shard(folder: Path, file: str, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -412,17 +397,6 @@ def test_refuses_a_tensor_that_is_not_where_the_index_says(folder: Path) -> None
     del weight_map["model.norm.weight"]
     edit(file, weight_map=weight_map)
     refused(folder, "model.norm.weight", "index")
-
-
-def test_refuses_an_index_that_points_outside(folder: Path) -> None:
-    split_into_shards(folder)
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
-    refused(folder, "weight_map")
-
-
-def test_refuses_a_folder_without_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    refused(folder, "neither")
 
 
 @pytest.mark.parametrize("source", ["~nobody-of-that-name/model", "x" * 5000, "\0"])
@@ -517,8 +491,150 @@ def test_refuses_a_device_that_is_not_there(folder: Path, device: str) -> None:
 
 def test_a_device_with_an_index_is_the_same_device(folder: Path) -> None:
     """Also for float16, which becomes float32 on every device."""
-    edit_tensors(folder, lambda tensors: tensors.update({n: t.half() for n, t in tensors.items()}))
+    change_tensors(folder, lambda tensors: tensors.update({n: t.half() for n, t in tensors.items()}))
     edit(folder / "config.json", dtype="float16")
     plain, indexed = (load_model(str(folder), device=device) for device in ("cpu", "cpu:0"))
     assert plain.dtype == indexed.dtype == torch.float32
     assert torch.equal(Session(plain.model).extend(PROMPT), Session(indexed.model).extend(PROMPT))
+
+
+HELP = ("--quantization int4", 'quantization="int4"')
+
+
+@pytest.fixture(scope="module")
+def original_mistral(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("mistral"), "mistral", "v0.1")
+
+
+@pytest.fixture
+def mistral(original_mistral: Pair, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return shutil.copytree(original_mistral.folder, tmp_path / "model")
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_a_null_quantization_config_is_none(mistral: Path, key: str, original_mistral: Pair) -> None:
+    edit(mistral / "config.json", **{key: None})
+    assert Session(load_model(str(mistral)).model).greedy(PROMPT, 4) == Session(original_mistral.ours).greedy(PROMPT, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"quantization_config": {"quant_method": "hqq", "bits": 4, "group_size": 128}}, "(hqq, 4 bits)"),
+        ({"compression_config": {"quant_method": "sparseml", "bits": 8}}, "(sparseml, 8 bits)"),
+        ({"quantization_config": {"quant_method": "fbgemm_fp8", "activation_scheme": "dynamic"}}, "(fbgemm_fp8)"),
+        ({"quantization_config": {"load_in_8bit": True, "load_in_4bit": False}}, "(bitsandbytes, 8 bits)"),
+        ({"quantization_config": {"quant_algo": "NVFP4"}}, "(NVFP4)"),
+        ({"quantization_config": {}}, "(quantization_config does not name the format)"),
+        ({"quantization_config": [4]}, "(quantization_config does not name the format)"),
+        ({"quantization_config": {"quant_method": {"name": "x"}, "bits": "4"}}, "({'name': 'x'})"),
+    ],
+    ids=str,
+)
+def test_a_quantised_checkpoint_is_called_by_its_format(mistral: Path, changes: dict[str, Any], name: str) -> None:
+    edit(mistral / "config.json", **changes)
+    refused(mistral, f"this checkpoint is quantised {name}", "unquantised", *HELP)
+
+
+@pytest.mark.parametrize("family", ["mistral3", "ministral", "qwen2_moe", "llama4", "mixtral3", "lama"])
+def test_an_unknown_family_is_not_taken_for_another(mistral: Path, family: str) -> None:
+    """A similar name is no reason to load it as another family; a class that config.json names is one."""
+    own = "".join(family.title().split("_")) + "ForCausalLM"
+    for architectures in ([own], None, own, [3]):
+        edit(mistral / "config.json", model_type=family, architectures=architectures)
+        assert "did you mean" not in refused(mistral, repr(family), "these families: bart, cohere")
+    edit(mistral / "config.json", architectures=["MistralForCausalLM"])
+    refused(mistral, "did you mean 'mistral'?", "architectures")
+    edit(mistral / "config.json", model_type="mistral")
+    load_model(str(mistral))
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", 3, None])
+def test_a_null_auto_map_is_no_code(mistral: Path, family: Any) -> None:
+    edit(mistral / "config.json", model_type=family, auto_map=None)
+    assert "auto_map" not in refused(mistral, "model_type")
+
+
+def test_null_key_heads_of_mistral_are_its_query_heads() -> None:
+    """As in transformers 4; version 5 refuses null. An absent entry means 8."""
+    read, shared = plugins.load("speculant.models", "mistral").read_config, {**SMALL, "model_type": "mistral"}
+    assert read({**shared, "num_attention_heads": 16, "num_key_value_heads": None}).attention.kv_heads == 16
+    del shared["num_key_value_heads"]
+    assert read({**shared, "num_attention_heads": 16}).attention.kv_heads == 8
+
+
+ROPE_BY_DEFAULT = ("gemma4_text", "ministral3")  # an object, even of nulls, replaces their rotary settings
+NULLS = ["num_key_value_heads", "head_dim", "rope_scaling", "rope_parameters", "sliding_window", "layer_types"]
+
+
+@pytest.mark.parametrize("key", NULLS)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_null_sizes_are_those_of_transformers(family: str, key: str) -> None:
+    if (family, key) == ("mistral", "num_key_value_heads"):
+        pytest.skip("transformers 5 refuses it")
+    hf = {**SMALL, "model_type": family, key: None}
+    theirs = AutoConfig.for_model(**hf)
+    ours = plugins.load("speculant.models", family).read_config(hf).attention
+    assert ours.kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert theirs.rope_parameters["rope_type"] == ours.rope.kind
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"hidden_act": None},
+        {"rms_norm_eps": None},
+        {"tie_word_embeddings": None},
+        {"attention_bias": None},
+        {"partial_rotary_factor": None},
+        {"rope_scaling": {"rope_type": None, "type": None}},
+        {"rope_parameters": {"rope_type": None, "partial_rotary_factor": None}},
+        {"use_sliding_window": None},
+    ],
+    ids=str,
+)
+def test_null_entries_count_as_absent(entry: dict[str, Any]) -> None:
+    (key,) = entry
+    for family, variants in VARIANTS.items():
+        read = plugins.load("speculant.models", family).read_config
+        for name, own in variants.items():
+            shared = {**SMALL, **own, "model_type": family}
+            given = key in own or (key.startswith("rope") and family in ROPE_BY_DEFAULT)
+            assert given or read({**shared, **entry}) == read(shared), f"{family}, {name}"
+
+
+def test_a_null_factor_does_not_hide_another(mistral: Path) -> None:
+    edit(mistral / "config.json", rope_scaling={"type": None, "partial_rotary_factor": None}, partial_rotary_factor=0.5)
+    refused(mistral, "0.5")
+
+
+def test_null_end_tokens_hide_no_others(mistral: Path) -> None:
+    """A text without an end token would run up to its limit."""
+    edit(mistral / "config.json", eos_token_id=7)
+    edit(mistral / "generation_config.json", eos_token_id=None)
+    assert load_model(str(mistral)).eos_token_ids == {7}
+
+
+@pytest.mark.parametrize(("kind", "said"), [("dynamic", 1), ("linear", 0)])  # linear extends the context
+def test_dynamic_rope_says_that_it_has_no_effect(
+    mistral: Path, kind: str, said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit(mistral / "config.json", rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 4.0})
+    with caplog.at_level(logging.WARNING, "speculant"):
+        model = load_model(str(mistral)).model
+    lines = [record.getMessage() for record in caplog.records if "dynamic rope scaling" in record.getMessage()]
+    assert len(lines) == said
+    assert all("no effect" in line and "128 positions" in line for line in lines)
+    longest = 128 if kind == "dynamic" else 512
+    assert resolve(EngineConfig(model="m", max_model_len=longest), model.max_positions).max_model_len == longest
+    with pytest.raises(ConfigError, match=f"more than the {longest} positions"):  # where dynamic would have an effect
+        resolve(EngineConfig(model="m", max_model_len=longest + 1), model.max_positions)
+
+
+def test_null_does_not_excuse_a_missing_tensor(mistral: Path) -> None:
+    edit(mistral / "config.json", tie_word_embeddings=None)
+    change_tensors(mistral, lambda tensors: tensors.pop("lm_head.weight"))
+    refused(mistral, "lm_head.weight")

@@ -22,11 +22,12 @@ from speculant.models import (
     choose,
     choose_backend,
     fastest_packing,
+    gains_of,
     kept_gains,
     matrix_weights,
-    measure_gains,
     narrow_weights,
     packing_of,
+    time_packings,
 )
 from speculant.models.native import speeds
 from tests.contracts.test_backends import CONFIG, SIZES
@@ -64,7 +65,7 @@ def test_packing_is_chosen_where_it_pays(gains: dict[int, float], name: str) -> 
 
 @native
 def test_gains_are_measured_for_all_rows(kernels: Kernels) -> None:
-    gains = measure_gains(kernels, [64, 300], 2**20)
+    gains = gains_of(time_packings(kernels, [64, 300], 2**20))
     assert list(gains) == [*speeds.ROWS]
     assert all(0.01 < gain < 100 for gain in gains.values())
 

@@ -16,14 +16,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant.cli import inspect_model
-from speculant.errors import ModelError
 from speculant.kernels import Type, usable_sets
 from speculant.models import PackedExperts, PackedMlp, load_model
 from speculant.models.weights import cache as weight_cache
 from tests.models import Shape, write_checkpoint
 from tests.quantised_folders import Gptq, Tensors, awq_config, awq_module, edit_config, quantise
 from tests.unit.models.families import EXPERTS, PADDED, VARIANTS, make_pair
-from tests.unit.models.loaded import MOST_ERROR, error, load, load_twice, logits, packed_of
+from tests.unit.models.loaded import (
+    MOST_ERROR,
+    Written,
+    change_tensors,
+    error,
+    load,
+    load_twice,
+    logits,
+    packed_of,
+    refused,
+)
 
 pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
@@ -56,28 +65,9 @@ def made(source: Path, root: Path, own: Gptq, **options: Any) -> tuple[Path, Pat
     return root / "packed", root / "numbers"
 
 
-class Written:
-    """The checkpoints of options, each written once. Tests that change one copy it."""
-
-    def __init__(self, source: Path, root: Path) -> None:
-        self._source, self._root, self._made = source, root, dict[str, tuple[Path, Tensor]]()
-
-    def __getitem__(self, own: Gptq) -> tuple[Path, Tensor]:
-        """Return the folder, and the logits of its numbers on the reference kernels."""
-        if (key := str(own)) not in self._made:
-            packed, numbers = made(self._source, self._root / str(len(self._made)), own)
-            self._made[key] = packed, logits(numbers)
-        return self._made[key]
-
-    def copy(self, own: Gptq, folder: Path) -> tuple[Path, Tensor]:
-        """Return a copy in a folder, and the same logits."""
-        packed, numbers = self[own]
-        return shutil.copytree(packed, folder / "packed"), numbers
-
-
 @pytest.fixture(scope="module")
 def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
-    return Written(source, tmp_path_factory.mktemp("written"))
+    return Written(source, tmp_path_factory.mktemp("written"), quantise)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -281,9 +271,8 @@ def test_a_quantised_head_is_not_tied(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [0.0, 0.5])
 def test_biases_that_the_model_lacks_must_be_zeros(value: float, written: Written, tmp_path: Path) -> None:
     packed, expected = written.copy(Gptq(), tmp_path)
-    tensors = load_file(packed / "model.safetensors")
-    tensors["model.layers.0.mlp.down_proj.bias"] = torch.full((64,), value, dtype=torch.float16)
-    save_file(tensors, packed / "model.safetensors")
+    bias = {"model.layers.0.mlp.down_proj.bias": torch.full((64,), value, dtype=torch.float16)}
+    change_tensors(packed, lambda tensors: tensors.update(bias))
     if value:
         refused(packed, "unexpected (model.layers.0.mlp.down_proj.bias)")
     else:
@@ -352,13 +341,6 @@ def test_options_that_change_numbers_are_refused(
     refused(packed, words)
 
 
-def refused(folder: Path, *words: str) -> None:
-    with pytest.raises(ModelError) as caught:
-        load_model(str(folder))
-    for word in words:
-        assert word in str(caught.value)
-
-
 def _remove(part: str) -> Callable[[Tensors], None]:
     def removed(tensors: Tensors) -> None:
         del tensors[f"{MODULE}.{part}"]
@@ -406,9 +388,8 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], None], str]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_modules_are_refused(damage: str, written: Written, tmp_path: Path) -> None:
     packed, _ = written.copy(Gptq(act_order=True), tmp_path)
-    tensors, (change, words) = load_file(packed / "model.safetensors"), DAMAGE[damage]
-    change(tensors)
-    save_file(tensors, packed / "model.safetensors")
+    change, words = DAMAGE[damage]
+    change_tensors(packed, change)
     refused(packed, words)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints in compressed-tensors, FP8 and bitsandbytes give the logits of the numbers that they stand for."""
+"""Checkpoints in compressed-tensors, FP8, bitsandbytes and MXFP4 give the logits of the numbers that they stand for."""
 
 from __future__ import annotations
 
@@ -13,28 +13,39 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from speculant.errors import ModelError
+from speculant.errors import ConfigError, ModelError
 from speculant.kernels import Type, usable_sets
-from speculant.models import PackedExperts, PackedMlp, e4m3_numbers
+from speculant.models import PackedExperts, PackedMlp, e4m3_numbers, load_model
 from speculant.models.weights import cache as weight_cache
 from speculant.models.weights.schemes import bitsandbytes
 from tests.models import Shape, write_checkpoint
-from tests.quantised_folders import Tensors, edit_config
-from tests.scaled_folders import (
+from tests.quantised_folders import (
     E4M3,
     FORMATS,
     INT8,
     LINEAR,
     Format,
     Made,
+    Tensors,
     compressed,
     e4m3,
+    edit_config,
     integers,
     quantise,
 )
 from tests.unit.models.families import EXPERTS, PADDED, VARIANTS, make_pair
-from tests.unit.models.loaded import MOST_ERROR, error, load, load_twice, logits, packed_of
+from tests.unit.models.loaded import (
+    MOST_ERROR,
+    Written,
+    change_tensors,
+    error,
+    load,
+    load_twice,
+    logits,
+    packed_of,
+)
 
 pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")
 HIDDEN = 192  # inputs: one and a half blocks of 128
@@ -61,33 +72,9 @@ def made(source: Path, root: Path, form: Format) -> tuple[Path, Path]:
     return root / "packed", root / "numbers"
 
 
-class Written:
-    """The checkpoints of FORMATS, each written once. Tests that change one copy it."""
-
-    def __init__(self, source: Path, root: Path) -> None:
-        self._source, self._root = source, root
-        self._logits: dict[str, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Path:
-        folder = self._root / name
-        if not folder.exists():
-            made(self._source, folder, FORMATS[name])
-        return folder / "packed"
-
-    def numbers(self, name: str) -> Tensor:
-        """Return the logits of the numbers that a checkpoint stands for, on the reference kernels."""
-        if name not in self._logits:
-            self._logits[name] = logits(self[name].parent / "numbers")
-        return self._logits[name]
-
-    def copy(self, name: str, folder: Path) -> Path:
-        """Return a copy in a folder."""
-        return shutil.copytree(self[name], folder / "packed")
-
-
 @pytest.fixture(scope="module")
 def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
-    return Written(source, tmp_path_factory.mktemp("written"))
+    return Written(source, tmp_path_factory.mktemp("written"), quantise)
 
 
 def test_e4m3_is_that_of_torch() -> None:
@@ -102,16 +89,17 @@ def test_every_format_has_a_type() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_logits_are_those_of_the_stored_numbers(name: str, source: Path, written: Written) -> None:
-    expected = written.numbers(name)
-    assert error(logits(written[name]), expected) < 1e-6
+    packed, expected = written[FORMATS[name]]
+    assert error(logits(packed), expected) < 1e-6
     assert error(logits(source), expected) > 1e-4, "rounding changed nothing"
 
 
 @native
 @pytest.mark.parametrize("name", FORMATS)
 def test_native_matrices_have_their_types(name: str, written: Written) -> None:
-    loaded = load(written[name], "native")
-    assert error(logits(loaded), written.numbers(name)) < MOST_ERROR
+    packed, expected = written[FORMATS[name]]
+    loaded = load(packed, "native")
+    assert error(logits(loaded), expected) < MOST_ERROR
     assert {layer.attention.out.type for layer in packed_of(loaded).layers} == {TYPES[name]}
 
 
@@ -162,7 +150,7 @@ def test_a_quantised_head_is_multiplied(source: Path, tmp_path: Path) -> None:
 
 def test_inputs_may_have_an_order(written: Written, tmp_path: Path) -> None:
     """weight_g_idx names the group of each input; a tensor that was never filled is left out."""
-    folder = written.copy("packed 4 bits, groups of 32", tmp_path)
+    folder, _ = written.copy(FORMATS["packed 4 bits, groups of 32"], tmp_path)
     tensors, path = load_file(folder / "model.safetensors"), folder / "model.safetensors"
     module = "model.layers.0.mlp.down_proj"
     expected = logits(folder)
@@ -183,13 +171,13 @@ def test_inputs_may_have_an_order(written: Written, tmp_path: Path) -> None:
 @native
 def test_packed_weights_are_mapped_again(written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_cache, "LEAST_BYTES", 0)
-    again, expected = load_twice(written["mixed"], tmp_path / "cache")
+    again, expected = load_twice(written[FORMATS["mixed"]][0], tmp_path / "cache")
     assert packed_of(again).layers[0].mlp.down.type == Type.FP8
     assert torch.equal(logits(again), expected)
 
 
 def test_scales_of_activations_are_left_out(written: Written, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    form, folder = FORMATS["e4m3 tensors"], written.copy("e4m3 tensors", tmp_path)
+    folder, expected = written.copy(form := FORMATS["e4m3 tensors"], tmp_path)
     tensors = load_file(folder / "model.safetensors")
     for module in {name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")}:
         tensors[f"{module}.input_scale"] = torch.tensor(0.01)
@@ -198,7 +186,7 @@ def test_scales_of_activations_are_left_out(written: Written, tmp_path: Path, ca
     save_file(tensors, folder / "model.safetensors")
     edit_config(folder, quantization_config={**form.config, "kv_cache_scheme": {"num_bits": 8, "type": "float"}})
     with caplog.at_level(logging.WARNING):
-        assert error(logits(folder), written.numbers("e4m3 tensors")) < 1e-6
+        assert error(logits(folder), expected) < 1e-6
     assert "kv_cache_scheme" in caplog.text
     assert "no effect" in caplog.text
 
@@ -235,7 +223,7 @@ def test_few_blocks_are_decoded_at_a_time(at_once: int, tmp_path: Path, monkeypa
 
 def test_decoded_matrices_are_announced(written: Written, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        load(written["nf4"])
+        load(written[FORMATS["nf4"]][0])
     assert "can't multiply by NF4" in caplog.text
 
 
@@ -322,10 +310,8 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_damaged_matrices_are_refused(fault: str, kernels: str, written: Written, tmp_path: Path) -> None:
     name, change, expected = FAULTS[fault]
-    folder = written.copy(name, tmp_path)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
+    folder, _ = written.copy(FORMATS[name], tmp_path)
+    change_tensors(folder, change)
     with pytest.raises(ModelError, match=expected) as found:
         load(folder, kernels)
     assert "down_proj" in str(found.value)
@@ -356,23 +342,93 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", OPTIONS)
 def test_other_options_are_refused_by_name(case: str, written: Written, tmp_path: Path) -> None:
-    folder = written.copy("packed 4 bits, groups of 32", tmp_path)
+    folder, _ = written.copy(form := FORMATS["packed 4 bits, groups of 32"], tmp_path)
     changes, expected = OPTIONS[case]
-    edit_config(folder, quantization_config={**FORMATS["packed 4 bits, groups of 32"].config, **changes})
+    edit_config(folder, quantization_config={**form.config, **changes})
     with pytest.raises(ModelError, match=expected):
         load(folder)
 
 
 def test_older_config_files_have_another_entry(written: Written, tmp_path: Path) -> None:
-    name = "packed 4 bits, groups of 32"
-    folder = written.copy(name, tmp_path)
-    entry = {key: value for key, value in FORMATS[name].config.items() if key != "quant_method"}
+    folder, expected = written.copy(form := FORMATS["packed 4 bits, groups of 32"], tmp_path)
+    entry = {key: value for key, value in form.config.items() if key != "quant_method"}
     edit_config(folder, quantization_config=None, compression_config=entry)
-    assert error(logits(folder), written.numbers(name)) < 1e-6
+    assert error(logits(folder), expected) < 1e-6
 
 
 def test_blocks_of_fp8_have_two_sizes(written: Written, tmp_path: Path) -> None:
-    folder = written.copy("fp8 blocks", tmp_path)
-    edit_config(folder, quantization_config={**FORMATS["fp8 blocks"].config, "weight_block_size": [128]})
+    folder, _ = written.copy(form := FORMATS["fp8 blocks"], tmp_path)
+    edit_config(folder, quantization_config={**form.config, "weight_block_size": [128]})
     with pytest.raises(ModelError, match="weight_block_size"):
         load(folder)
+
+
+# --- experts in MXFP4
+
+SIZES: dict[str, Any] = {**EXPERTS, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+CHANGED = ("gate_up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a checkpoint whose experts are in random blocks, and the same with the numbers that they stand for."""
+    packed, plain = tmp_path_factory.mktemp("packed"), tmp_path_factory.mktemp("plain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(VARIANTS, "gpt_oss", {"blocks": SIZES})
+        make_pair(plain, "gpt_oss", "blocks")
+    generator, tensors, blocks = torch.Generator().manual_seed(0), load_file(plain / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith(CHANGED)]:
+        count, k, n = tensors[name].shape
+        halves = torch.randint(0, 256, (count, n, k // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(121, 125, (count, n, k // 32), dtype=torch.uint8, generator=generator)
+        blocks |= {f"{name}_blocks": halves, f"{name}_scales": scales}
+        tensors[name] = convert_moe_packed_tensors(halves, scales, dtype=torch.float32).contiguous()
+    save_file(tensors, plain / "model.safetensors")
+    save_file({**{k: v for k, v in tensors.items() if not k.endswith(CHANGED)}, **blocks}, packed / "model.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (packed / "config.json").write_text(json.dumps(config))
+    return packed, plain
+
+
+def test_blocks_are_the_numbers_that_transformers_decodes(folders: tuple[Path, Path]) -> None:
+    packed, plain = folders
+    assert torch.equal(logits(packed), logits(plain))
+
+
+@native
+def test_native_kernels_multiply_by_the_blocks(folders: tuple[Path, Path]) -> None:
+    """They round rows to 8 bits, so a row may use another expert; rows that do not differ by little."""
+    packed, plain = folders
+    loaded = load(packed, "native")
+    seen, expected = logits(loaded), logits(plain)
+    assert "mxfp4" in loaded.kernels
+    errors = (seen - expected).norm(dim=1) / expected.norm(dim=1)
+    assert 0 < errors.median() < 0.1
+
+
+def _no_scales(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+
+
+def _few_scales(tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    tensors[name] = tensors[name][:, :-1].contiguous()
+
+
+def _wrong_type(tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.1.mlp.experts.down_proj_blocks"
+    tensors[name] = tensors[name].float()
+
+
+@pytest.mark.parametrize("change", [_no_scales, _few_scales, _wrong_type])
+def test_blocks_need_scales_that_fit_them(change: Change, folders: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders[0], tmp_path / "changed")
+    change_tensors(folder, change)
+    with pytest.raises(ModelError, match="down_proj_blocks is .* scales do not fit"):
+        load(folder)
+
+
+def test_blocks_are_not_rounded_again(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigError, match="quantised already .MXFP4"):
+        load_model(str(folders[0]), quantization="int8", kernels="auto")

@@ -21,6 +21,7 @@ from speculant.models import (
     TensorMap,
     Transposed,
     Unpaired,
+    WeightSource,
     kind_of,
     load_model,
     map_modules,
@@ -88,26 +89,22 @@ def test_an_unknown_tensor_is_still_refused(tmp_path: Path) -> None:
 # --- expressions
 
 
-class Stored:
+class Stored(WeightSource):
     """A source of one tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
     def names(self) -> list[str]:
-        """See `WeightSource.names`."""
         return ["stored"]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `WeightSource.shape`."""
         return tuple(self._tensor.shape)
 
     def kind(self, name: str) -> str:
-        """See `WeightSource.kind`."""
         return kind_of(self._tensor)
 
     def read(self, name: str) -> Tensor:
-        """See `WeightSource.read`."""
         assert name == "stored"
         return self._tensor
 

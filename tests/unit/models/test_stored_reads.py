@@ -15,12 +15,10 @@ from torch import Tensor
 
 from speculant.errors import ModelError
 from speculant.kernels import usable_sets
-from speculant.models import ModuleFiles, TensorFiles, load_model
+from speculant.models import QuantizedBlocks, StoredWeights, joined, load_model, open_file, open_folder, scheme_of
 from speculant.models.weights import tensors as stored
-from speculant.models.weights.schemes.gptq import read_scheme
 from tests.models import Shape, write_checkpoint
-from tests.quantised_folders import Gptq, quantise
-from tests.scaled_folders import FORMATS, quantise as quantise_scaled
+from tests.quantised_folders import FORMATS, Gptq, quantise
 from tests.unit.models.families import PADDED, VARIANTS, make_pair
 
 native = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
@@ -36,9 +34,9 @@ TYPES = {
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """The numbers of reads of each tensor, and of headers by the name of the file."""
     counts: Counter[str] = Counter()
-    read, opened = TensorFiles.read, safe_open
+    read, opened = StoredWeights.read, safe_open
 
-    def counting_read(files: TensorFiles, name: str) -> Tensor:
+    def counting_read(files: StoredWeights, name: str) -> Tensor | QuantizedBlocks:
         counts[name] += 1
         return read(files, name)
 
@@ -46,7 +44,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts[file.name] += 1
         return opened(file, framework=framework)
 
-    monkeypatch.setattr(TensorFiles, "read", counting_read)
+    monkeypatch.setattr(StoredWeights, "read", counting_read)
     monkeypatch.setattr(stored, "safe_open", counting_open)
     return counts
 
@@ -75,7 +73,7 @@ def test_tensors_of_all_types_are_read(dtype: torch.dtype, ahead: int, tmp_path:
         "none": stack[:0],
     }  # fmt: skip
     write(tmp_path / "a", {name: (each, TYPES[each.dtype]) for name, each in tensors.items()})
-    files = TensorFiles.of_file(tmp_path / "a")
+    files = open_file(tmp_path / "a")
     for name, expected in tensors.items():
         found = files.read(name)
         assert found.dtype == expected.dtype
@@ -89,7 +87,7 @@ def test_tensors_of_all_types_are_read(dtype: torch.dtype, ahead: int, tmp_path:
 
 def test_changes_to_a_tensor_stay_in_memory(tmp_path: Path) -> None:
     save_file({"a": torch.ones(4)}, tmp_path / "a")
-    files = TensorFiles.of_file(tmp_path / "a")
+    files = open_file(tmp_path / "a")
     files.read("a").zero_()
     assert files.read("a").tolist() == [1] * 4
 
@@ -98,7 +96,7 @@ def test_changes_to_a_tensor_stay_in_memory(tmp_path: Path) -> None:
 def test_a_file_that_has_changed_is_an_error(left: int, tmp_path: Path) -> None:
     file = tmp_path / "a"
     save_file({"a": torch.ones(40)}, file)
-    files = TensorFiles.of_file(file)
+    files = open_file(file)
     file.write_bytes(file.read_bytes()[:left])
     with pytest.raises(ModelError, match="shorter"):
         files.read("a")
@@ -110,7 +108,7 @@ def test_a_file_that_has_changed_is_an_error(left: int, tmp_path: Path) -> None:
 def test_types_without_numbers_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a", {"a": (torch.zeros(2, dtype=torch.complex64), "C64")})
     with pytest.raises(ModelError, match="C64"):
-        TensorFiles.of_file(tmp_path / "a").read("a")
+        open_file(tmp_path / "a").read("a")
 
 
 @pytest.mark.parametrize("change", [-1, 1])
@@ -127,7 +125,7 @@ def test_offsets_with_gaps_are_refused(name: str, place: int, change: int, tmp_p
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
     with pytest.raises(ModelError, match="not a readable safetensors file"):
-        TensorFiles.of_file(file)
+        open_file(file)
 
 
 @KERNELS
@@ -150,7 +148,7 @@ def test_parts_of_a_fused_matrix_are_converted_once(
 @KERNELS
 def test_descriptions_of_modules_are_read_once(kernels: str, form: str, tmp_path: Path, counted: Counter[str]) -> None:
     source = Path(write_checkpoint(tmp_path / "plain", Shape(hidden_size=64)))
-    quantise_scaled(source, tmp_path / "packed", tmp_path / "numbers", FORMATS[form])
+    quantise(source, tmp_path / "packed", tmp_path / "numbers", FORMATS[form])
     counted.clear()
     load_model(str(tmp_path / "packed"), kernels=kernels)
     found = [count for name, count in counted.items() if name.endswith(".weight_shape") or "quant_state" in name]
@@ -161,10 +159,12 @@ def test_descriptions_of_modules_are_read_once(kernels: str, form: str, tmp_path
 def test_kinds_need_neither_scales_nor_integers(tmp_path: Path, counted: Counter[str]) -> None:
     source = Path(write_checkpoint(tmp_path / "plain", Shape(hidden_size=64)))
     quantise(source, tmp_path / "packed", tmp_path / "numbers", Gptq(act_order=True))
-    files = ModuleFiles.of(TensorFiles.open(tmp_path / "packed"), read_scheme(Gptq(act_order=True).config))
+    files, scheme = open_folder(tmp_path / "packed"), scheme_of({"quantization_config": Gptq(act_order=True).config})
+    assert scheme is not None
     counted.clear()
+    files = joined(files, scheme)
     for _ in range(2):
         assert files.quantised_kinds() == ["ZERO4"]
-        assert any(files.order(name) is not None for name in files.matrices)
+        assert any(files.order(name) is not None for name in files.joined)
     assert {name.rpartition(".")[2] for name in counted} == {"qzeros", "g_idx"}
     assert set(counted.values()) == {1}

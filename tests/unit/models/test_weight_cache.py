@@ -30,14 +30,16 @@ from speculant.models import (
     PACKED,
     Checkpoint,
     DamagedFileError,
+    QuantizedBlocks,
     SequenceInput,
+    StoredWeights,
     WeightCache,
     cache_files,
     load_model,
     map_weights,
     write_weights,
 )
-from speculant.models.weights import cache as weight_cache, tensors
+from speculant.models.weights import cache as weight_cache
 from speculant.tree import DraftTree
 from tests.contracts.test_input_embeddings import Session
 from tests.examples import examples
@@ -287,13 +289,13 @@ def test_checkpoint_that_changes_meanwhile_is_not_kept(
 ) -> None:
     model = shutil.copytree(source, tmp_path / "model")
     time.sleep(2 * TICK)
-    read = tensors.TensorFiles.read
+    read = StoredWeights.read
 
-    def changing(files: tensors.TensorFiles, name: str) -> Tensor:
+    def changing(files: StoredWeights, name: str) -> Tensor | QuantizedBlocks:
         os.utime(model / "model.safetensors")
         return read(files, name)
 
-    monkeypatch.setattr(tensors.TensorFiles, "read", changing)
+    monkeypatch.setattr(StoredWeights, "read", changing)
     assert load(str(model), folder).source == PACKED
     assert not folder.exists()
 

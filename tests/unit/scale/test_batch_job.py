@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from speculant.errors import ConfigError, RequestError, SpeculantError
-from speculant.scale import BatchJob, BatchLine, LineAnswer, LineError, Origin, Write, answer_lines, batch_job as jobs
+from speculant.scale import BatchJob, BatchLine, LineAnswer, LineError, Origin, Write, answer_lines, batches as jobs
 from tests.batches import Killed, check_complete, echo, read, request, write
 
 LINES = [request(number) for number in range(6)]

@@ -11,7 +11,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from speculant.errors import ServerError
-from speculant.scale import Answerer, BatchJob, BatchLine, LineAnswer, answer_lines, batch_run as run, inside
+from speculant.scale import Answerer, BatchJob, BatchLine, LineAnswer, answer_lines, batches as run, inside
 from tests.batches import check_complete, echo, read, request, write
 
 LINES = [request(number) for number in range(8)]

@@ -18,7 +18,7 @@ from speculant.scale import Cores, ReplicaOptions, check_fit, cores_of_each, equ
 HOLDER = """
 import sys, time
 from pathlib import Path
-from speculant.scale.cores import Cores
+from speculant.scale.options import Cores
 cores = Cores.claim(1, Path(sys.argv[1]))
 print(sorted(cores.numbers) if cores else None, flush=True)
 time.sleep(60)

@@ -205,7 +205,7 @@ def test_no_replica_is_tried_again_after_draining() -> None:
 
 
 def test_silent_replicas_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speculant.scale.fleet.ASKING_S", 0.1)
+    monkeypatch.setattr("speculant.scale.front.ASKING_S", 0.1)
     handle = FakeHandle(saying(), told={"load": [("b", 2), RayActorError(), SILENT, ("a", 1)]})
 
     async def ask() -> dict[str, Any]:

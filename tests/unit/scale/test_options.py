@@ -25,6 +25,7 @@ from speculant.scale import (
     wanted_replicas,
     with_absolute_paths,
 )
+from tests.commands import error_of
 
 
 @pytest.mark.parametrize(("text", "wanted"), [("4", (4, 4)), ("1:4", (1, 4)), (3, (3, 3)), ("2:2", (2, 2))])
@@ -169,7 +170,7 @@ def _python(code: str) -> tuple[int, str]:
 def test_nothing_else_needs_ray() -> None:
     status, printed = _python(
         WITHOUT
-        + "import speculant, speculant.ray, speculant.scale.options, speculant.scale.cores, speculant.cli.serve; "
+        + "import speculant, speculant.ray, speculant.scale.options, speculant.cli.serve; "
         + COMMAND.format(["serve", "--help"])
     )
     assert status == 0, printed
@@ -187,10 +188,10 @@ def test_the_command_says_how_ray_is_installed(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     caplog.set_level(logging.ERROR, "asyncio")  # the command sets it, and this undoes it
-    result = CliRunner().invoke(app, ["serve", "demo", "--replicas", "2", "--port", "0", "--access-log", "none"])
-    assert isinstance(result.exception, ConfigError)
-    assert "Ray is not installed" in str(result.exception)
-    assert INSTALL in str(result.exception)
+    error = error_of("serve", "demo", "--replicas", "2", "--port", "0", "--access-log", "none")
+    assert isinstance(error, ConfigError)
+    assert "Ray is not installed" in str(error)
+    assert INSTALL in str(error)
 
 
 def test_unknown_names_are_no_attributes() -> None:

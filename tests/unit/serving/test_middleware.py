@@ -11,7 +11,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from speculant.serving import API_KEY, ApiKeys, RequestIds, RequestLimits, ServerOptions
+from speculant.serving import API_KEY, ApiKeys, RequestLimits, RequestRecords, ServerOptions
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,7 +94,7 @@ def test_health_needs_no_key() -> None:
 
 @pytest.mark.parametrize(("given", "kept"), [("abc", True), ("a b", False), ("x" * 129, False), ("", False)])
 def test_valid_request_ids_are_kept(given: str, kept: bool) -> None:
-    answered = ask(RequestIds(echo), headers={"x-request-id": given}).headers["x-request-id"]
+    answered = ask(RequestRecords(echo), headers={"x-request-id": given}).headers["x-request-id"]
     assert (answered == given) is kept
     assert answered
 

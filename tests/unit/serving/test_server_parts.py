@@ -1,8 +1,10 @@
-"""Small parts of the server: options, admission, figures, JSON, texts of tokens, readers of messages."""
+"""Parts of the server: options, admission, threads for texts, figures, texts of tokens, readers of messages."""
 
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from speculant.errors import ConfigError
 from speculant.metrics import SpeculationMetrics
 from speculant.serving import (
     API_KEY,
+    LARGE,
     LOWEST,
     USER,
     Admission,
@@ -20,12 +23,13 @@ from speculant.serving import (
     MessageReader,
     ReasoningParser,
     ServerOptions,
+    TextLanes,
     TokenTexts,
     chat_logprob,
     completion_logprobs,
     encode,
     event,
-    find_parser,
+    find_format,
     joined_calls,
     prompt_logprobs,
     salt_of,
@@ -181,7 +185,9 @@ def test_impossible_tokens_have_a_finite_logprob(texts: TokenTexts) -> None:
 
 def test_a_reader_separates_reasoning_content_and_calls() -> None:
     text = '<think>hm</think>I call.<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-    reader = MessageReader(ReasoningParser(), find_parser(None, "hermes"))
+    hermes = find_format(None, "hermes")
+    assert hermes is not None
+    reader = MessageReader(ReasoningParser(), hermes())
     deltas = [reader.feed(character).as_delta() for character in text] + [reader.finish().as_delta()]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == reader.message.reasoning == "hm"
     assert "".join(delta.get("content", "") for delta in deltas) == reader.message.content == "I call."
@@ -198,3 +204,52 @@ def test_without_parsers_all_is_content() -> None:
     assert reader.feed("<think>a").as_delta() == {"content": "<think>a"}
     assert reader.finish().as_delta() == {}
     assert reader.reasoning_tokens == 0
+
+
+PATIENCE = 30.0
+
+
+def test_a_client_may_have_as_many_small_texts_as_requests() -> None:
+    """As many as wait in an engine by default: a burst of one client is served."""
+    lanes, go = TextLanes(most_large=1), threading.Event()
+    held = [lanes.submit("a", 1, lambda: go.wait(PATIENCE)) for _ in range(1024)]
+    with pytest.raises(ApiError, match="At most 1024 requests") as caught:
+        lanes.submit("a", 1, lambda: None)
+    assert (caught.value.status, caught.value.headers["retry-after"]) == (429, "1")
+    go.set()
+    assert all(each.result(PATIENCE) for each in held)
+    lanes.close()
+
+
+def test_closed_lanes_cancel_what_waits() -> None:
+    lanes, go, begun = TextLanes(most_large=3), threading.Event(), threading.Event()
+    first = lanes.submit("a", 1, lambda: (begun.set(), go.wait(PATIENCE)))
+    assert begun.wait(PATIENCE)
+    waiting = lanes.submit("a", 1, lambda: None)
+    lanes.close()
+    with pytest.raises(CancelledError):
+        waiting.result(PATIENCE)
+    for size in (1, LARGE + 1):
+        with pytest.raises(ApiError) as caught:
+            lanes.submit("b", size, lambda: None)
+        assert caught.value.status == 503
+    go.set()
+    assert first.result(PATIENCE)
+
+
+def test_small_work_does_not_wait_for_large() -> None:
+    lanes, go, begun = TextLanes(most_large=2), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        go.wait(PATIENCE)
+
+    large = lanes.submit("a", LARGE + 1, wait)
+    assert begun.wait(PATIENCE)
+    assert lanes.submit("a", LARGE, lambda: "small").result(PATIENCE) == "small"
+    assert not large.done()
+    lanes.submit("a", LARGE + 1, lambda: None)
+    with pytest.raises(ApiError):
+        lanes.submit("a", LARGE + 1, lambda: None)
+    go.set()
+    lanes.close()

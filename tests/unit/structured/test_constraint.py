@@ -13,10 +13,11 @@ import torch
 from llguidance import LLMatcher, LLParserLimits
 from torch import Tensor
 
-from speculant.constraints import Constraint, unpacked
+from speculant.constraints import Constraint
 from speculant.errors import RequestError
-from speculant.structured import Grammar, GrammarConstraint, Grammars, StructuredOutputs
+from speculant.structured import Grammar, GrammarConstraint, Grammars, ReasonedConstraint, Reasoning, StructuredOutputs
 from speculant.text import Tokenizer
+from tests import automata
 from tests.examples import examples
 from tests.models import END, VOCAB_SIZE
 
@@ -36,8 +37,8 @@ FORMS = {
 }
 
 
-def allowed(mask: Tensor) -> set[int]:
-    return set(unpacked(mask, VOCAB_SIZE).nonzero().flatten().tolist())
+def allowed(mask: Tensor | None) -> set[int]:
+    return {*automata.allowed(mask, VOCAB_SIZE)}
 
 
 def test_masks_allow_exactly_the_choices(grammars: Grammars, tokenizer: Tokenizer) -> None:
@@ -86,9 +87,7 @@ def wander(constraint: Constraint, rng: random.Random) -> list[int]:
     """Return a draft, most of whose tokens are allowed."""
     draft: list[int] = []
     for _ in range(rng.randrange(5)):
-        mask = constraint.mask(draft)
-        assert mask is not None
-        known = sorted(allowed(mask))
+        known = sorted(allowed(constraint.mask(draft)))
         draft.append(rng.choice(known) if known and rng.random() < 0.8 else rng.randrange(VOCAB_SIZE))
     return draft
 
@@ -163,15 +162,6 @@ def test_a_forbidden_token_is_not_advanced(grammars: Grammars) -> None:
     assert constraint.mask(()).any()
 
 
-def test_rollback_undoes_every_advance(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    constraint = grammars.compile(FORMS["grammar"]).result().constrain()
-    first = constraint.mask(()).clone()
-    constraint.advance(tokenizer.encode("<(x)x>"))
-    constraint.mask([END])
-    constraint.rollback(6)
-    assert torch.equal(constraint.mask(()), first)
-
-
 # A grammar whose second branch exceeds the limits of this test, and whose first branch does not.
 LIMITED = StructuredOutputs(grammar='start: "a" | "b" tail\ntail: "x" tail "y" | "x" tail "z" | "x" "w"')
 
@@ -229,3 +219,72 @@ def test_masks_are_prepared_in_another_thread(grammars: Grammars) -> None:
         assert not constraint.mask([2]).any()  # it has not begun, and is computed here
         held.set()
     assert used == [(), (1,), (2,)]
+
+
+# --- a form after reasoning: during the reasoning only end tokens are forbidden; after it only the form is allowed
+
+
+START, STOP = 3, 4  # tokens that stand for the tags
+
+
+@pytest.fixture
+def grammar(grammars: Grammars) -> Grammar:
+    return grammars.compile(StructuredOutputs(regex="(yes|no)!{2}")).result()
+
+
+def text(tokenizer: Tokenizer, given: str) -> list[int]:
+    return tokenizer.encode(given, add_special_tokens=False)
+
+
+def test_the_form_begins_behind_the_reasoning(grammar: Grammar, tokenizer: Tokenizer) -> None:
+    constraint = ReasonedConstraint(grammar, Reasoning(START, STOP, opened=True))
+    first = allowed(grammar.constrain().mask(()))
+    assert END not in allowed(constraint.mask(()))
+    assert allowed(constraint.mask(())) >= set(range(256))
+    constraint.advance(text(tokenizer, "hm"))
+    assert not constraint.is_done
+    assert constraint.forced() == []
+    assert allowed(constraint.mask([7, STOP])) == first
+    constraint.advance([7, STOP])
+    assert allowed(constraint.mask(())) == first
+    constraint.advance(text(tokenizer, "yes"))
+    assert constraint.forced() == text(tokenizer, "!!")
+    constraint.advance(text(tokenizer, "!!"))
+    assert constraint.is_done
+
+
+def test_the_first_token_may_decide(grammar: Grammar, tokenizer: Tokenizer) -> None:
+    reasoning, first = Reasoning(START, STOP), allowed(grammar.constrain().mask(()))
+    constraint = ReasonedConstraint(grammar, reasoning)
+    assert allowed(constraint.mask(())) == first | {START}
+    assert constraint.forced() == []
+    constraint.advance(text(tokenizer, "n"))
+    assert constraint.forced() == text(tokenizer, "o!!")
+    constraint = ReasonedConstraint(grammar, reasoning)
+    assert END not in allowed(constraint.mask([START]))
+    assert allowed(constraint.mask([START, 9, STOP])) == first
+    constraint.advance([START])
+    assert START in allowed(constraint.mask(()))
+    assert not constraint.is_done
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_rollback_restores_the_state(grammar: Grammar, tokenizer: Tokenizer, opened: bool) -> None:
+    """After random advances and rollbacks, masks equal those of a new constraint with the same tokens."""
+    chance = random.Random(opened)
+    whole = [START] * (not opened) + [50, 51, STOP] + text(tokenizer, "no!!") + [END]
+    others = [*text(tokenizer, "yes!!"), END]
+    for output in (whole, *([others] if not opened else [])):
+        constraint, place = ReasonedConstraint(grammar, Reasoning(START, STOP, opened)), 0
+        for _ in range(60):
+            goal = chance.randrange(len(output) + 1)
+            if goal < place:
+                constraint.rollback(place - goal)
+            else:
+                constraint.advance(output[place:goal])
+            place, fresh = goal, ReasonedConstraint(grammar, Reasoning(START, STOP, opened))
+            fresh.advance(output[:place])
+            for ahead in range(len(output) - place + 1):
+                path = output[place : place + ahead]
+                assert constraint.mask(path).equal(fresh.mask(path))
+            assert (constraint.is_done, constraint.forced()) == (fresh.is_done, fresh.forced())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import threading
 import tracemalloc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -63,16 +62,9 @@ def test_a_form_over_a_limit_is_stopped(prober: Prober, limit: str) -> None:
 
 
 def test_probes_run_side_by_side(prober: Prober) -> None:
-    found: list[Probed] = []
-    threads = [
-        threading.Thread(target=lambda text=text: found.append(prober.probe(regex(text).source, WIDE)))
-        for text in "abcdef"
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert [probed.exceeded for probed in found] == [""] * 6
+    with ThreadPoolExecutor(6) as pool:
+        found = [pool.submit(prober.probe, regex(text).source, WIDE) for text in "abcdef"]
+        assert [each.result(30).exceeded for each in found] == [""] * 6
 
 
 def test_a_killed_process_is_started_again(tokenizer: Tokenizer) -> None:
@@ -124,16 +116,20 @@ class ScriptedProber:
         return Probed("limits" if "crash" in source.text else "", num_bytes=module.MOST_BYTES // 4)
 
 
-@pytest.fixture
-def scripted(tokenizer: Tokenizer) -> tuple[Grammars, ScriptedProber]:
+Scripted = tuple[Grammars, ScriptedProber]
+
+
+def guarded(tokenizer: Tokenizer, **limits: int) -> Scripted:
     """Return guarded grammars, and the prober that answers for them."""
-    grammars, prober = Grammars(tokenizer, {END}), ScriptedProber()
+    grammars, prober = Grammars(tokenizer, {END}, **limits), ScriptedProber()
     grammars.__dict__["_prober"] = prober
     grammars.guard()
     return grammars, prober
 
 
-Scripted = tuple[Grammars, ScriptedProber]
+@pytest.fixture
+def scripted(tokenizer: Tokenizer) -> Scripted:
+    return guarded(tokenizer)
 
 
 def test_a_slow_form_gets_a_second_attempt(scripted: Scripted) -> None:
@@ -142,13 +138,7 @@ def test_a_slow_form_gets_a_second_attempt(scripted: Scripted) -> None:
     assert prober.probed == [("slow", 0), ("slow", 1)]
 
 
-@pytest.mark.parametrize(
-    ("text", "limit"),
-    [
-        ("hostile", "1 s of processor time"),
-        ("large", "256 MiB of memory"),
-    ],
-)
+@pytest.mark.parametrize(("text", "limit"), [("hostile", "1 s of processor time"), ("large", "256 MiB of memory")])
 def test_a_form_over_the_limits_is_refused_once(scripted: Scripted, text: str, limit: str) -> None:
     """The error names limit and remedy, for other clients too, and the form costs nothing again."""
     grammars, prober = scripted
@@ -185,9 +175,7 @@ def test_slow_forms_of_a_client_wait_for_each_other_alone(scripted: Scripted) ->
 
 
 def test_one_client_can_not_fill_the_queue(tokenizer: Tokenizer) -> None:
-    grammars, prober = Grammars(tokenizer, {END}, most_waiting=8), ScriptedProber()
-    grammars.__dict__["_prober"] = prober
-    grammars.guard()
+    grammars, prober = guarded(tokenizer, most_waiting=8)
     prober.go.clear()
     waiting = [grammars.compile(regex(f"wait{number}"), "greedy") for number in range(4)]
     with pytest.raises(CapacityError, match=r"4 of them this client's"):
@@ -306,8 +294,3 @@ def test_masks_are_counted(scripted: Scripted, tokenizer: Tokenizer, monkeypatch
 def test_without_a_guard_nothing_is_counted(grammars: Grammars) -> None:
     grammar = grammars.compile(regex("[ab]+")).result(20)
     assert grammars.metered(grammar, regex("[ab]+"), "c") is grammar
-
-
-def test_limits_travel_as_plain_data() -> None:
-    given: Any = json.loads(json.dumps([tuple(SLOW), tuple(WIDE)]))
-    assert (GrammarSource(*given[0]), ProbeLimits(*given[1])) == (SLOW, WIDE)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from speculant.errors import RequestError
-from speculant.serving import call_grammar, call_schema
+from speculant.serving import call_grammar, find_format, read_tools
 from speculant.structured import Grammars, Probed, ProbeLimits, StructuredOutputs
 from speculant.structured.grammars import _check_probe
 
@@ -37,7 +37,7 @@ SCHEMAS: list[tuple[dict[str, Any], str]] = [
     ({"enum": []}, "Unsatisfiable schema"),
     ({"items": 3}, "schema must be an object"),
     ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "incompatible types"),
-    ({"type": "object", "properties": {f"p{i}": {} for i in range(4000)}}, ""),
+    ({"type": "object", "properties": {f"p{i}": {} for i in range(1500)}}, ""),
     ({"allOf": [{"anyOf": [{"properties": {f"a{i}": {"const": j}}} for j in (1, 2)]} for i in range(20)]}, "too large"),
 ]  # fmt: skip
 INTERNAL = re.compile(
@@ -59,7 +59,9 @@ def test_an_error_of_a_required_call_speaks_of_the_schema(
 ) -> None:
     inner = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
     tools = [{"type": "function", "function": {"name": "f", "parameters": inner}}]
-    grammar = call_grammar(call_schema(tools, "required"), lambda _: None, instead="%json {}")
+    found = find_format(None, "json")
+    assert found is not None
+    grammar = call_grammar(map(found.shape, read_tools(tools)), lambda _: None, instead="%json {}")
     try:
         grammars.compile(StructuredOutputs(grammar=grammar)).result()
     except RequestError as error:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from speculant.constraints import Constraint, unpacked
+from speculant.constraints import Constraint
 from speculant.errors import RequestError
 from speculant.structured import JoinedConstraint, Vocabulary, banned_tokens, constrain_all
+from tests import automata
 from tests.automata import Automaton, ForcingAutomaton
 from tests.timing import is_within
 
@@ -27,8 +28,7 @@ def allowed(words: Sequence[Sequence[int]], tokens: Sequence[int] | None, output
 
 
 def masked(constraint: Constraint, drafted: Sequence[int] = ()) -> list[int]:
-    mask = constraint.mask(drafted)
-    return list(range(SIZE)) if mask is None else unpacked(mask, SIZE).nonzero().flatten().tolist()
+    return automata.allowed(constraint.mask(drafted), SIZE)
 
 
 @pytest.mark.parametrize("seed", range(20))

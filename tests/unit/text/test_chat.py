@@ -68,34 +68,27 @@ def test_messages_of_a_wrong_shape_are_refused(messages: Any) -> None:
         with_template(CHATML).apply_chat_template(messages)
 
 
-def test_an_invalid_template_is_refused() -> None:
-    with pytest.raises(ModelError, match="not valid"):
-        with_template("{% for %}").apply_chat_template(MESSAGES)
+@pytest.mark.parametrize(("template", "reason"), [("{% for %}", "not valid"), (None, "no chat template")])
+def test_an_invalid_template_is_refused(template: str | None, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        with_template(template).apply_chat_template(MESSAGES)
 
 
-def test_a_missing_template_is_explained() -> None:
-    with pytest.raises(ModelError, match="no chat template"):
-        with_template(None).apply_chat_template(MESSAGES)
-
-
-def test_tojson_does_not_escape_html() -> None:
-    assert render("{{ messages[0] | tojson }}") == '{"role": "user", "content": "Hi & <hello>"}'
-    assert render("{{ ['é'] | tojson(indent=1) }}") == '[\n "é"\n]'
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "Hi & <hello>"}'),
+        ("{{ ['é'] | tojson(indent=1) }}", '[\n "é"\n]'),
+        ("{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{% break %}{% endfor %}", "user"),
+    ],
+    ids=["HTML is not escaped", "indented", "generation blocks are their content"],
+)
+def test_templates_have_the_filters_and_blocks_of_transformers(source: str, text: str) -> None:
+    assert render(source) == text
 
 
 def test_templates_can_format_the_date() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", render("{{ strftime_now('%Y-%m-%d') }}"))
-
-
-def test_generation_blocks_are_replaced_by_their_content() -> None:
-    assert (
-        render("{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{% break %}{% endfor %}")
-        == "user"
-    )
-
-
-def test_variables_reach_the_template() -> None:
-    assert with_template("{{ tone }}").apply_chat_template([], tone="dry") == "dry"
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ import pytest
 from transformers import T5Tokenizer
 
 from speculant.errors import ModelError
-from speculant.text import IncrementalDetokenizer, Tokenizer, TokenType, read_gguf_tokenizer
+from speculant.text import Tokenizer, TokenType, read_gguf_tokenizer
 from tests.texts import texts
+from tests.unit.text.tokenizers_for_tests import pieces_of
 
 KEY = "tokenizer.ggml"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -82,8 +83,7 @@ def test_tokens_are_those_of_transformers(charsmap: bytes | None) -> None:
         ids = ours.encode(text)
         assert ids == other(text)["input_ids"], text
         assert ours.decode(ids) == other.decode(ids, skip_special_tokens=True)
-        stream = IncrementalDetokenizer(ours)
-        assert "".join(map(stream.push, ids)) + stream.flush() == ours.decode(ids)
+        assert "".join(pieces_of(ours, ids)) == ours.decode(ids)
     assert ours.vocab() == other.get_vocab()
     assert (ours.eos_id, ours.special_token("pad_token"), ours.special_ids) == (1, "<pad>", {0, 1, 2})
 
@@ -244,8 +244,7 @@ def test_tokens_of_marian_have_the_ids_of_its_vocabulary(tmp_path: Path) -> None
         found = tokenizer.encode(text)
         assert found == [*(ids[token] for token in expected), ids["</s>"]]
         assert tokenizer.decode(found) == " ".join(text.replace("e\u0301", "\xe9").split())
-        stream = IncrementalDetokenizer(tokenizer)
-        assert "".join(map(stream.push, found)) + stream.flush() == tokenizer.decode(found)
+        assert "".join(pieces_of(tokenizer, found)) == tokenizer.decode(found)
     assert tokenizer.vocab() == ids
     assert (tokenizer.eos_id, tokenizer.special_token("pad_token")) == (0, "<pad>")
 

@@ -10,8 +10,6 @@ from hypothesis import given, settings, strategies as st
 from speculant.errors import RequestError
 from speculant.params import SamplingParams
 from speculant.text import (
-    IncrementalDetokenizer,
-    Released,
     StopSearch,
     StopStrings,
     TextStream,
@@ -20,16 +18,11 @@ from speculant.text import (
 )
 from tests.examples import examples
 from tests.timing import cpu_seconds, is_within
-from tests.unit.text.tokenizers_for_tests import byte_level, metaspace_style, sentencepiece_style
+from tests.unit.text.tokenizers_for_tests import byte_level, metaspace_style, pieces_of, sentencepiece_style
 
 TOKENIZERS = {make.__name__: make() for make in (byte_level, sentencepiece_style, metaspace_style)}
 PIECES = ["👍🏽", "👨‍👩‍👧", "世界", "e\u0301", "ñ", "a", "ab ", " ", "\n", "ไทย", "\ufeff", "\U0010ffff"]
 texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=6), max_size=12).map("".join)
-
-
-def stream(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool = True) -> list[str]:
-    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
-    return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
 @pytest.fixture(params=TOKENIZERS)
@@ -43,7 +36,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 def test_pieces_join_to_the_text_and_have_whole_characters(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]
     ids = tokenizer.encode(text)
-    pieces = stream(tokenizer, ids)
+    pieces = pieces_of(tokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids)
     assert any("\ufffd" in piece for piece in pieces) == ("\ufffd" in tokenizer.decode(ids))
 
@@ -55,18 +48,18 @@ def test_any_ids_join_to_their_decoding(kind: str, data: st.DataObject, skip: bo
     """Including invalid bytes, special tokens and ids beyond the vocabulary, at lengths that drop old tokens."""
     tokenizer = TOKENIZERS[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=80))
-    assert "".join(stream(tokenizer, ids, skip)) == tokenizer.decode(ids, skip)
+    assert "".join(pieces_of(tokenizer, ids, skip)) == tokenizer.decode(ids, skip)
 
 
 def test_a_character_of_four_tokens_appears_once() -> None:
     tokenizer = byte_level(vocab_size=258)  # bytes alone: no merges
     ids = tokenizer.encode("a👍b", add_special_tokens=False)
-    assert stream(tokenizer, ids) == ["a", "", "", "", "👍", "b", ""]
+    assert pieces_of(tokenizer, ids) == ["a", "", "", "", "👍", "b", ""]
 
 
 def test_an_unfinished_character_is_shown_at_the_end_only(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a👍", add_special_tokens=False)[:-1]
-    *pieces, rest = stream(tokenizer, ids)
+    *pieces, rest = pieces_of(tokenizer, ids)
     assert not any("\ufffd" in piece for piece in pieces)
     assert "\ufffd" in rest
 
@@ -75,14 +68,7 @@ def test_at_most_one_character_is_held_back() -> None:
     """The text of an ordinary token is returned with the token, without delay."""
     tokenizer = byte_level()
     ids = tokenizer.encode("the quick brown fox", add_special_tokens=False)
-    assert all(stream(tokenizer, ids)[:-1])
-
-
-def test_special_tokens_are_shown_on_request() -> None:
-    tokenizer = byte_level()
-    ids = [*tokenizer.encode("fox"), tokenizer.eos_id]
-    assert "".join(stream(tokenizer, ids)) == "fox"
-    assert "".join(stream(tokenizer, ids, skip_special_tokens=False)) == "<s>fox</s>"
+    assert all(pieces_of(tokenizer, ids)[:-1])
 
 
 @pytest.mark.parametrize("text", ["a", "世", "\x80", "ab \n"])
@@ -92,7 +78,7 @@ def test_time_per_token_is_constant(tokenizer: Tokenizer, text: str, monkeypatch
     whole = tokenizer.decode
     monkeypatch.setattr(tokenizer, "decode", lambda ids, **options: decoded.append(len(ids)) or whole(ids, **options))
     ids = tokenizer.encode(text, add_special_tokens=False) * 300
-    stream(tokenizer, ids)
+    pieces_of(tokenizer, ids)
     assert sum(decoded) <= 20 * len(ids)
 
 
@@ -207,33 +193,6 @@ def test_only_possible_beginnings_of_a_stop_are_held_back(stops: list[str], piec
             break
         beginnings = (stop[:n] for stop in stops for n in range(1, len(stop)))
         assert len(seen) - len(shown) == max((len(b) for b in beginnings if seen.endswith(b)), default=0)
-
-
-def test_a_stop_string_in_three_pieces_is_found() -> None:
-    assert run(["</end>"], ["text</", "en", "d>more"]) == (["text", "", "", ""], "</end>")
-
-
-def test_include_keeps_the_stop_string_and_drops_later_text() -> None:
-    assert run(["END"], ["a E", "ND b"], include=True) == (["a ", "END", ""], "END")
-
-
-def test_an_incomplete_stop_string_is_released() -> None:
-    assert run(["aab"], ["aa", "aa", "c"]) == (["", "aa", "aac", ""], None)
-
-
-def test_a_stop_inside_the_beginning_of_another_is_found() -> None:
-    assert run(["abcd", "bc"], ["xab", "c", "d"]) == (["x", "a", "", ""], "bc")
-
-
-def test_held_text_is_returned_at_the_end() -> None:
-    assert run(["abc"], ["xab"]) == (["x", "ab"], None)
-
-
-def test_no_text_follows_the_stop() -> None:
-    stop_checker = StopSearch(StopStrings(["b"]))
-    assert stop_checker.push("abc") == Released("a", "b")
-    assert stop_checker.push("def") == Released("", "b")
-    assert stop_checker.flush() == Released("", "b")
 
 
 def test_an_empty_stop_string_is_refused() -> None:

@@ -88,10 +88,6 @@ def test_sentencepiece_alone_is_refused_with_a_fix(folder: Path) -> None:
         Tokenizer.from_folder(folder)
 
 
-def test_equal_vocabularies_match() -> None:
-    compare_vocabularies(byte_level(), byte_level())
-
-
 def swapped(first: str, second: str) -> Tokenizer:
     """A tokenizer of the same size with the same tokens, but the ids of two tokens are swapped."""
     content = json.loads(byte_level().backend.to_str())
@@ -145,11 +141,6 @@ def test_the_substitute_is_a_line_break_or_the_unknown_token() -> None:
 def word_level(vocab: dict[str, int], unknown: str = "?") -> Tokenizer:
     """A tokenizer of whole texts."""
     return Tokenizer(Backend(WordLevel(vocab, unk_token=unknown)), {})
-
-
-def test_another_kind_of_tokenizer_has_many_differences() -> None:
-    with pytest.raises(PairError, match="ids differ"):
-        compare_vocabularies(byte_level(), sentencepiece_style())
 
 
 # --- the bytes of tokens, in each spelling that tokenizers have

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import (
     AddedToken,
     Regex,
@@ -14,7 +16,7 @@ from tokenizers import (
     trainers,
 )
 
-from speculant.text import Tokenizer
+from speculant.text import IncrementalDetokenizer, Tokenizer
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "größer, naïve café", "こんにちは 世界", "👍🏽 👨‍👩‍👧"] * 4
 SETTINGS = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
@@ -60,3 +62,9 @@ def metaspace_style() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
     return Tokenizer(tokenizer, SETTINGS)
+
+
+def pieces_of(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> list[str]:
+    """Return the text of each token as it is streamed, and the rest at the end."""
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+    return [*map(detokenizer.push, ids), detokenizer.flush()]

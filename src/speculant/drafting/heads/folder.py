@@ -20,11 +20,14 @@ from speculant.files import read_json
 from speculant.models import (
     FLOATS,
     CausalLM,
-    TensorFiles,
+    StoredWeights,
     WeightSource,
     is_whole,
     kind_of,
     no_weights,
+    open_file,
+    open_folder,
+    read_plain,
     resolve_folder,
     show,
 )
@@ -44,7 +47,7 @@ class HeadFolder(WeightSource):
 
     folder: Path
     config: dict[str, Any]
-    files: TensorFiles
+    files: StoredWeights
 
     @classmethod
     def open(cls, source: str, kind: str, among: bool = False) -> HeadFolder:
@@ -56,7 +59,7 @@ class HeadFolder(WeightSource):
         folder = resolve_folder(source, f"heads/{kind}")
         config = read_json(folder / "config.json")
         check_kind(folder, config, kind)
-        opened = cls(folder, config, TensorFiles.open(folder) if among else TensorFiles.of_file(_weights_of(folder)))
+        opened = cls(folder, config, open_folder(folder) if among else open_file(_weights_of(folder)))
         if MASK_STATE in opened.names() and kind != WITH_MASKS:
             check_kind(folder, {KIND: WITH_MASKS}, kind)
         return opened
@@ -93,7 +96,7 @@ class HeadFolder(WeightSource):
 
     @override
     def read(self, name: str) -> Tensor:
-        return self.files.read(self.stored[name])
+        return read_plain(self.files, self.stored[name])
 
     def check_tokens(self, name: str, tokens: Sequence[int], target: CausalLM) -> None:
         """Check that these ids, which the tensor `name` has, are different ones of the target. Raises PairError."""

@@ -60,6 +60,7 @@ from speculant.sampling import Chances, MostLikely, Node
 from speculant.types import DraftTree, Request
 
 NODES_PER_BEAM = 2
+MOST_LIKELY = MostLikely()  # a greedy distribution has one token, which any chance draws
 
 
 class DraftSources:
@@ -289,7 +290,7 @@ class DraftModelRunner:
                     plan.take(request.seq_id, len(missing))
                 budget -= len(missing)
                 drawn = min(limit, left - len(missing) + 1) if start + len(missing) == len(text) else 0
-                chance = MostLikely() if stop and request.params.greedy else self._chances.draft(request)
+                chance = MOST_LIKELY if request.params.greedy else self._chances.draft(request)
                 source_id = None if source is None else source.seq_id
                 chains.append(Chain(request, missing, drawn, chance, [], None, stop, hidden, source=source_id))
         return chains, sources

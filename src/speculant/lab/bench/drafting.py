@@ -41,22 +41,23 @@ from speculant.engine import (
     pass_seconds,
 )
 from speculant.errors import ConfigError, RequestError
-from speculant.lab.bench.acceptance import Array, Estimate, pooled
-from speculant.lab.bench.costs import LengthCosts, measure_steps
-from speculant.lab.bench.measuring import Bench, Mode, Notify
+from speculant.lab.bench.measuring import Bench, LengthCosts, Mode, Notify, measure_steps
 from speculant.lab.bench.pair import (
     FEWEST_TOKENS,
     LONGEST,
     NUM_PROMPTS,
+    Array,
     Candidate,
+    Estimate,
     Findings,
     Model,
     SpeedPrediction,
     measure_speed,
+    pooled,
 )
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
 from speculant.metrics import TimingMetrics
-from speculant.models import Checkpoint, RoundsHeads
+from speculant.models import Checkpoint, HeadHost
 from speculant.params import SamplingParams
 
 SIZES = (1, 2, 3, 4, 6, 8, LONGEST)  # nodes of the drafts whose acceptance and costs are measured
@@ -128,7 +129,7 @@ def variants_of(config: EngineConfig, target: Checkpoint) -> dict[str, Variant]:
         return {", ".join(f"{key} {value}" for key, value in each.items()): Variant(each) for each in found}
     facts: Method = plugin.METHOD
     host = target.model
-    types = host.head_quantizations if facts.uses_head and isinstance(host, RoundsHeads) else ()
+    types = host.head_quantizations if facts.uses_head and isinstance(host, HeadHost) else ()
     return {UNCHANGED: Variant(), **{each: Variant(quantization=each) for each in types}}
 
 
@@ -180,16 +181,12 @@ def predict_drafts(sizes: Sequence[int], tokens: Array, alpha: Estimate, costs: 
     seen = np.interp(lengths, [0, *sizes], [1.0, *tokens.tolist()])
     gains = np.clip(np.minimum.accumulate(np.diff(seen)), 0.0, 1.0)
     per_pass = np.concatenate([[1.0], 1.0 + np.cumsum(gains)])
-    times = [float(np.interp(length, costs.lengths, _total(costs))) for length in lengths]
+    times = [float(np.interp(length, costs.lengths, costs.total_s)) for length in lengths]
     speeds = per_pass * times[0] / np.array(times)
     reached = np.concatenate([[1.0], gains])
     rates = np.divide(gains, reached[:-1], out=np.zeros_like(gains), where=reached[:-1] > 0).tolist()
     ends = [0.0] if max(sizes) < LONGEST else []  # it drafts no more nodes
     return SpeedPrediction(alpha, costs, speeds, per_pass, None, [*rates, *ends])
-
-
-def _total(costs: LengthCosts) -> list[float]:
-    return [draft + other for draft, other in zip(costs.draft_s, costs.other_s, strict=True)]
 
 
 def _affordable(
@@ -199,12 +196,11 @@ def _affordable(
     bench, plain, seconds = Bench(candidate.runtime, "plain"), replace(params, speculation=False), list[float]()
     for prompt in workload.prompts:
         started = time.perf_counter()
-        bench.run(replace(workload, prompts=[prompt], arrivals=[0.0]), Mode(plain, sequential=True))
+        bench.run(replace(workload, prompts=[prompt], arrivals=()), Mode(plain, sequential=True))
         seconds.append(time.perf_counter() - started)
         if len(seconds) >= FEWEST_PROMPTS and sum(seconds) * len(SIZES) > run_seconds:
             break
-    count = len(seconds)
-    return replace(workload, prompts=workload.prompts[:count], arrivals=workload.arrivals[:count]), seconds
+    return workload.first(len(seconds)), seconds
 
 
 def _described(config: EngineConfig, target: Checkpoint) -> Model:
@@ -221,16 +217,16 @@ def stored_parameters(source: str | None, method: str) -> int:
     from math import prod
 
     from speculant.gguf_file import GgufFile
-    from speculant.models import GgufWeights, TensorFiles, resolve_source
+    from speculant.models import gguf_weights, open_file, resolve_source
 
     if source is None:
         return 0
     folder = resolve_source(source, f"heads/{method}") if source == "demo" else resolve_source(source)
     if folder.is_file():
-        weights = GgufWeights(GgufFile.open(folder))
-        return sum(prod(weights.shape(name)) for name in weights.names())
-    files = [TensorFiles.of_file(path) for path in sorted(folder.glob("*.safetensors"))]
-    return sum(prod(each.shape(name)) for each in files for name in each.entries)
+        files = [gguf_weights(GgufFile.open(folder))]
+    else:
+        files = [open_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    return sum(prod(each.shape(name)) for each in files for name in each.names())
 
 
 HALVINGS = 6  # sizes below the whole vocabulary

@@ -81,7 +81,7 @@ class Comparison:
 
     entry: HistoryEntry
     num_earlier: int
-    changes: Sequence[Change]
+    changes: list[Change]
 
 
 def entry_of(value: Mapping[str, Any], machine: Mapping[str, Any], arguments: Sequence[str]) -> HistoryEntry:
@@ -179,18 +179,18 @@ def _read_line(place: str, line: str) -> HistoryEntry:
         return HistoryEntry(**given, figures=figures)
 
 
-def compare(entries: Sequence[HistoryEntry]) -> list[Comparison]:
+def compare_entries(entries: Sequence[HistoryEntry]) -> list[Comparison]:
     """Compare the newest entry of each command and machine with those before, the commands in order of their newest."""
     by_key: dict[tuple[str, str], list[HistoryEntry]] = {}
     for entry in entries:
         by_key[entry.key] = [*by_key.pop(entry.key, []), entry]
-    return [Comparison(own[-1], len(own) - 1, list(_changes(own[-1], own[:-1]))) for own in by_key.values()]
-
-
-def _changes(entry: HistoryEntry, earlier: Sequence[HistoryEntry]) -> Iterator[Change]:
-    for figure, now in entry.figures.items():
-        if seen := [each.figures[figure] for each in earlier if figure in each.figures]:
-            yield Change(figure, now, typical(seen))
+    found = list[Comparison]()
+    for *earlier, entry in by_key.values():
+        found.append(Comparison(entry, len(earlier), []))
+        for figure, now in entry.figures.items():
+            if seen := [each.figures[figure] for each in earlier if figure in each.figures]:
+                found[-1].changes.append(Change(figure, now, typical(seen)))
+    return found
 
 
 def typical(seen: Sequence[Spread]) -> Spread:
@@ -198,6 +198,18 @@ def typical(seen: Sequence[Spread]) -> Spread:
     of_runs = Spread.of([each.median for each in seen])
     low, high = (statistics.median(getattr(each, name) for each in seen) for name in ("q1", "q3"))
     return Spread(min(low, of_runs.q1), of_runs.median, max(high, of_runs.q3))
+
+
+def origin(program: Sequence[str]) -> dict[str, Any]:
+    """Return the origin of a result: the command, the date, the revision, versions and the machine."""
+    where = machine()
+    return {
+        "command": shlex.join([*program, *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "revision": revision(),
+        "versions": {"python": platform.python_version(), "torch": where.pop("torch")},
+        "machine": where,
+    }
 
 
 def machine() -> dict[str, Any]:

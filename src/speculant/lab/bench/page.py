@@ -6,13 +6,10 @@ import importlib
 import io
 import json
 import platform
-import shlex
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,9 +19,20 @@ import numpy as np
 from speculant import __version__
 from speculant.engine import PHASES, Engine, unmarked
 from speculant.errors import ConfigError, Converts
-from speculant.lab.bench.history import machine
+from speculant.lab.bench.history import origin
 from speculant.lab.bench.measuring import ONE_AT_A_TIME, Bench, BenchCase, Way
-from speculant.lab.bench.report import SWEPT, conclusions, heading, interval
+from speculant.lab.bench.report import (
+    GAPS,
+    SPEED,
+    STEP_ROWS,
+    SWEPT,
+    Row,
+    category_table,
+    conclusions,
+    figure_lines,
+    heading,
+    interval,
+)
 from speculant.lab.bench.workloads import Workload
 from speculant.lab.theory import accepted_lengths, survival
 from speculant.metrics import SpeculationMetrics
@@ -301,26 +309,17 @@ def _svg(axes: Axes) -> str:
 
 
 TEMPLATE = Path(__file__).parent / "page.html"
-_FIGURES = {
-    "tokens_per_s": ("tokens/s", 1.0),
-    "request_tokens_per_s": ("tokens/s of a request", 1.0),
-    "ttft_s": ("first token (ms)", 1e3),
-    "itl_mean_s": ("between tokens (ms)", 1e3),
-    "burst_p50_s": ("between bursts (ms)", 1e3),
-    "burst_tokens": ("tokens a burst", 1.0),
-    "tokens_per_pass": ("tokens per pass", 1.0),
-    "mean_acceptance_length": ("1 + accepted tokens of a draft", 1.0),
-}
-GAINS = {
-    "measured_speed": "speed between tokens over plain",
-    "predicted_speed": "the same by the formula",
-    "cost_ratio": "a drafted token, in plain steps",
-    "verification_ratio": "the verification, in plain steps",
-    "best_length": "best length by the formula",
-}
+FIGURES = (*SPEED, GAPS[0], *GAPS[4:], *STEP_ROWS[2:])
+GAINS = (
+    Row("measured_speed", "speed between tokens over plain"),
+    Row("predicted_speed", "the same by the formula"),
+    Row("cost_ratio", "a drafted token, in plain steps"),
+    Row("verification_ratio", "the verification, in plain steps"),
+    Row("best_length", "best length by the formula", whole=True),
+)
 
 
-def page(value: Mapping[str, Any], cases: Sequence[BenchCase], samples: Sequence[Sequence[Sample]]) -> str:
+def render(value: Mapping[str, Any], cases: Sequence[BenchCase], samples: Sequence[Sequence[Sample]]) -> str:
     """Return the report of a benchmark.
 
     value: `lab.bench.report.document` of these cases. samples: of each case, one per mode. Raises ConfigError without
@@ -335,27 +334,25 @@ def page(value: Mapping[str, Any], cases: Sequence[BenchCase], samples: Sequence
         value=value,
         cases=[_case(*part) for part in parts],
         environment=environment(value),
-        command=shlex.join(["speculant", *sys.argv[1:]]),
         settings=json.dumps(value["engine"], indent=2),
     )
 
 
-def environment(value: Mapping[str, Any]) -> dict[str, str]:
-    """Return the versions, the machine and the models of the measurement."""
-    memory, where = value["memory"], machine()
+def environment(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the versions, the machine, the models and the command of the measurement."""
+    memory, made = value["memory"], origin(["speculant"])
     return {
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "date": made["date"],
         "speculant": __version__,
-        "torch": where["torch"],
-        "python": platform.python_version(),
+        **made["versions"],
         "system": platform.platform(),
-        "processor": where["processor"],
-        "threads": str(where["threads"]),
+        **made["machine"],
         "model": str(value["engine"]["model"]),
         "speculation": value["speculation"]["detail"],
         "memory of a draft model": (
             f"{memory['parameters_share']:.3g} of the target's parameters, {memory['cache_share']:.3g} of its cache"
         ),
+        "command": made["command"],
     }
 
 
@@ -364,9 +361,8 @@ def _case(figures: Mapping[str, Any], case: BenchCase, samples: Sequence[Sample]
         "heading": heading(figures),
         "conclusions": list(conclusions(figures)),
         "modes": [name.replace("_", " ") for name in figures["runs"]],
-        "drafting": [name.replace("_", " ") for name in figures["gains"]],
-        "rows": [_row(figures["runs"], figure) for figure in _FIGURES] + _gains(figures),
-        "categories": _categories(figures),
+        "rows": figure_lines(FIGURES, list(figures["runs"].values())) + _gains(figures),
+        "categories": category_table(figures) if figures["categories"] else None,
         "charts": _charts(figures, case, samples),
         "samples": [each for each in samples if each.drafts and not each.mode.endswith(ONE_AT_A_TIME)],
     }
@@ -378,42 +374,10 @@ def _gains(figures: Mapping[str, Any]) -> list[list[str]]:
         return []
     own = [figures["gains"].get(mode, {}) for mode in figures["runs"]]
     rates = ["acceptance rate (95%)", *(interval(each.get("acceptance_rate")) for each in own)]
-    others = [
-        [label, *("-" if name not in each else _spread(each[name], 1.0) for each in own)]
-        for name, label in GAINS.items()
-    ]
-    return [others[0], *_predictions(figures), others[1], rates, *others[2:]]
-
-
-def _predictions(figures: Mapping[str, Any]) -> list[list[str]]:
-    """Return the row of the predictions of a sweep; the first mode is plain decoding."""
-    if SWEPT not in figures:
-        return []
-    return [["predicted before the runs", "-", *(f"{row['predicted_speed']:.4g}" for row in figures[SWEPT])]]
-
-
-def _categories(figures: Mapping[str, Any]) -> list[list[str]]:
-    """Return a row for each category: its prompts, and by way the speed over plain decoding and the acceptance."""
-    return [
-        [name, str(each["prompts"]), *(_category(each["modes"][way]) for way in figures["gains"])]
-        for name, each in figures["categories"].items()
-    ]
-
-
-def _category(mode: Mapping[str, Any]) -> str:
-    speed, rate = mode.get("speed"), mode["acceptance_rate"]
-    return f"{_spread(speed, 1.0) if speed else '-'}; {interval(rate)}"
-
-
-def _row(runs: Mapping[str, Any], figure: str) -> list[str]:
-    label, scale = _FIGURES[figure]
-    spreads = [run.get(figure) for run in runs.values()]
-    return [label, *("-" if each is None else _spread(each, scale) for each in spreads)]
-
-
-def _spread(each: Mapping[str, float], scale: float) -> str:
-    low, middle, high = (f"{scale * each[name]:.4g}" for name in ("q1", "median", "q3"))
-    return middle if low == high else f"{middle} ({low} to {high})"
+    speed, *others = figure_lines(GAINS, own)
+    swept = figures.get(SWEPT, ())  # the first mode is plain decoding
+    predicted = ["predicted before the runs", "-", *(f"{row['predicted_speed']:.2f}" for row in swept)]
+    return [speed, *([predicted] if swept else []), others[0], rates, *others[1:]]
 
 
 def _charts(figures: Mapping[str, Any], case: BenchCase, samples: Sequence[Sample]) -> list[tuple[str, str]]:
@@ -439,7 +403,7 @@ def _charts(figures: Mapping[str, Any], case: BenchCase, samples: Sequence[Sampl
 def write_page(
     path: Path, value: Mapping[str, Any], cases: Sequence[BenchCase], samples: Sequence[Sequence[Sample]]
 ) -> None:
-    """Write `page`; raises ConfigError if that is not possible."""
-    text = page(value, cases, samples)
+    """Write `render`; raises ConfigError if that is not possible."""
+    text = render(value, cases, samples)
     with Converts(ConfigError, f"{path} can't be written", "name another file."):
         path.write_text(text, encoding="utf-8")

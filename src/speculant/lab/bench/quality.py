@@ -23,9 +23,8 @@ from torch import Tensor
 
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError, ModelError, PairError, RequestError
-from speculant.lab.bench.acceptance import NORMAL, Array, read_text
-from speculant.lab.bench.pair import Model
-from speculant.models import PLAIN, CausalLM, Checkpoint, HoldsWeights, load_model, resolve_source
+from speculant.lab.bench.pair import NORMAL, Array, Model, read_text
+from speculant.models import PLAIN, CausalLM, Checkpoint, KnowsSizes, load_model, resolve_source
 from speculant.text import Tokenizer, compare_vocabularies
 
 LEAST_CONTEXT = 8
@@ -192,6 +191,7 @@ def compare_logits(reference: Tensor, judged: Tensor, next_tokens: Tensor) -> Ch
 def quality_document(models: Compared, path: Path, text: QualityText, scores: Sequence[ChunkScores]) -> dict[str, Any]:
     """Return the figures of the chunks that were compared, at least one, as `--json` prints them."""
     divergence, agrees, reference, judged = zip(*scores, strict=True)
+    tail = zip(_PERCENTILES, np.percentile(np.concatenate(divergence), [*_PERCENTILES.values()]), strict=True)
     return {
         "benchmark": "quality",
         "reference": _model(models.reference),
@@ -204,7 +204,7 @@ def quality_document(models: Compared, path: Path, text: QualityText, scores: Se
             "chunks_of_text": len(text.chunks),
             "scored": sum(map(len, divergence)),
         },
-        "kl": {**asdict(Interval.of(divergence, least=0)), **_tail(np.concatenate(divergence))},
+        "kl": asdict(Interval.of(divergence, least=0)) | {name: float(value) for name, value in tail},
         "top_1": asdict(Interval.of(agrees, least=0, most=1)),
         "perplexity": {
             "reference": asdict(Interval.of(reference).exp()),
@@ -227,17 +227,13 @@ def _student(free: int) -> float:
     return z + sum(term / float(free) ** power for power, term in enumerate(terms, start=1))
 
 
-def _tail(values: Array) -> dict[str, float]:
-    return {name: float(np.percentile(values, percent)) for name, percent in _PERCENTILES.items()}
-
-
 def _model(checkpoint: Checkpoint) -> dict[str, Any]:
     return {**asdict(Model.of(checkpoint)), "weight_bytes": weight_bytes(checkpoint.model)}
 
 
 def weight_bytes(model: CausalLM) -> int | None:
     """Return the bytes of a model's matrices in memory; None = it does not know them."""
-    return model.weight_bytes if isinstance(model, HoldsWeights) else None
+    return model.weight_bytes if isinstance(model, KnowsSizes) else None
 
 
 def _check_vocabularies(reference: Tokenizer, judged: Tokenizer) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
-
-from rich.table import Table
+from typing import Any, NamedTuple
 
 from speculant import plugins
 from speculant.config import EngineConfig
 from speculant.engine import Runtime
-from speculant.lab.bench.acceptance import pooled
 from speculant.lab.bench.measuring import (
     ONE_AT_A_TIME,
     PLAIN,
@@ -24,11 +21,11 @@ from speculant.lab.bench.measuring import (
     ratios,
     spreads,
 )
+from speculant.lab.bench.pair import Size, pooled
 from speculant.lab.theory import VerificationCurve, best_length, expected_tokens, speedups, step_costs, survival
-from speculant.models import DecoderConfig, parameters, read_model_config, resolve_source, values_per_position
+from speculant.models import read_model_config, resolve_source
 
 SWEPT = "lengths"  # the key of a sweep's lengths in its cases
-HIGHLIGHT = "bold green"
 BETWEEN = "Speed: between tokens, over plain decoding"
 
 
@@ -94,7 +91,16 @@ ROWS: Mapping[str, Sequence[Row]] = {
 }
 
 
-def tables(benchmark: str, case: Mapping[str, Any]) -> Iterator[Table]:
+class Grid(NamedTuple):
+    """A table of text. best: the first cell of the row to highlight."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    best: str | None = None
+
+
+def tables(benchmark: str, case: Mapping[str, Any]) -> Iterator[Grid]:
     """Yield the tables of a case.
 
     Two modes are the columns of a table for prompts that run together and, if measured, of another table for prompts
@@ -110,75 +116,66 @@ def tables(benchmark: str, case: Mapping[str, Any]) -> Iterator[Table]:
                 rows = (*ROWS[benchmark], *(ENCODER if case.get("sources") else ()))
                 yield _modes(rows, case, end, title)
     if case.get("categories"):
-        yield _categories(case)
+        yield category_table(case)
 
 
-def _empty(title: str, first: str, *headings: str) -> Table:
-    table = Table(box=None, title=title or None, title_justify="left", title_style="bold", pad_edge=False)
-    table.add_column(first)
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table
+def figure_lines(rows: Sequence[Row], columns: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return a line of cells for each row: its label, then its figure in each column."""
+    return [[row.label, *(cell(column.get(row.figure), row) for column in columns)] for row in rows]
 
 
-def _modes(rows: Sequence[Row], case: Mapping[str, Any], end: str, title: str) -> Table:
-    modes = [mode for mode in (PLAIN, SPECULATIVE) if mode + end in case["runs"]]
-    ratio = case["ratios"].get(f"{SPECULATIVE}{end}/{PLAIN}{end}")
-    table = _empty(title, "", *modes, *([] if ratio is None else ["ratio"]))
-    for row in rows:
-        cells = [cell(case["runs"][mode + end].get(row.figure), row) for mode in modes]
-        if ratio is not None:
-            cells.append(cell(ratio.get(row.figure)))
-        table.add_row(row.label, *cells)
-    return table
+def _modes(rows: Sequence[Row], case: Mapping[str, Any], end: str, title: str) -> Grid:
+    runs = {mode: case["runs"][mode + end] for mode in (PLAIN, SPECULATIVE) if mode + end in case["runs"]}
+    found, ratio = figure_lines(rows, list(runs.values())), case["ratios"].get(f"{SPECULATIVE}{end}/{PLAIN}{end}")
+    if ratio is None:
+        return Grid(["", *runs], found, title)
+    compared = [[*line, cell(ratio.get(row.figure))] for line, row in zip(found, rows, strict=True)]
+    return Grid(["", *runs, "ratio"], compared, title)
 
 
-def _ways(case: Mapping[str, Any]) -> Table:
-    table = _empty(BETWEEN, "", "tokens/s", "speed", "predicted", "tokens/pass", "acceptance")
+def _ways(case: Mapping[str, Any]) -> Grid:
+    rows = []
     for way, run in case["runs"].items():
         gain = case["gains"].get(way, {})
-        cells = (
-            _middle(run["tokens_per_s"]),
-            cell(gain.get("measured_speed")),
-            *(_middle(each) for each in (gain.get("predicted_speed"), run.get("tokens_per_pass"))),
-            interval(gain.get("acceptance_rate")),
-        )
-        table.add_row(way, *cells, style=HIGHLIGHT if way == case.get("fastest") else None)
-    return table
+        rows.append([
+            way, _middle(run["tokens_per_s"]), cell(gain.get("measured_speed")), _middle(gain.get("predicted_speed")),
+            _middle(run.get("tokens_per_pass")), interval(gain.get("acceptance_rate")),
+        ])  # fmt: skip
+    header = ("", "tokens/s", "speed", "predicted", "tokens/pass", "acceptance")
+    return Grid(header, rows, BETWEEN, case.get("fastest"))
 
 
-def _swept(case: Mapping[str, Any]) -> Table:
-    table = _empty(BETWEEN, "length", "speed", "predicted", "tokens/pass", "expected", "")
-    best = {name: case["best"][name]["length"] for name in ("found", "predicted")}
+def _swept(case: Mapping[str, Any]) -> Grid:
+    rows, best = [], {name: case["best"][name]["length"] for name in ("found", "predicted")}
     for row in case[SWEPT]:
         remarks = [name for name, length in best.items() if length == row["length"]]
-        cells = (
-            *(cell(row["measured_speed"]), f"{row['predicted_speed']:.2f}"),
-            *(_middle(row["tokens_per_pass"]), f"{row['expected_tokens']:.2f}"),
+        rows.append([
+            str(row["length"]), cell(row["measured_speed"]), f"{row['predicted_speed']:.2f}",
+            _middle(row["tokens_per_pass"]), f"{row['expected_tokens']:.2f}",
             f"best {' and '.join(remarks)}" if remarks else "",
-        )
-        table.add_row(str(row["length"]), *cells, style=HIGHLIGHT if "found" in remarks else None)
-    return table
+        ])  # fmt: skip
+    header = ("length", "speed", "predicted", "tokens/pass", "expected", "")
+    return Grid(header, rows, BETWEEN, str(best["found"]))
 
 
-def _categories(case: Mapping[str, Any]) -> Table:
+def category_table(case: Mapping[str, Any]) -> Grid:
     """Return the speed over plain decoding and the acceptance of each way, by category."""
     first = next(iter(case["categories"].values()))["modes"]
     ways = [mode for mode in first if mode in case["gains"]] or list(first)
-    table = _empty("By category: speed between tokens over plain, acceptance rate", "", "prompts", *ways)
-    for name, each in case["categories"].items():
-        modes = (each["modes"][way] for way in ways)
-        cells = [f"{cell(mode.get('speed'))}, {_mean(mode['acceptance_rate'])}" for mode in modes]
-        table.add_row(name, str(each["prompts"]), *cells)
-    return table
+    rows = [
+        [name, str(each["prompts"]), *(_speed_and_rate(each["modes"][way]) for way in ways)]
+        for name, each in case["categories"].items()
+    ]
+    return Grid(["", "prompts", *ways], rows, "By category: speed between tokens over plain, acceptance rate")
+
+
+def _speed_and_rate(mode: Mapping[str, Any]) -> str:
+    rate = mode["acceptance_rate"]
+    return f"{cell(mode.get('speed'))}, {'-' if rate is None else format(rate['mean'], '.2f')}"
 
 
 def _middle(spread: Mapping[str, float] | None) -> str:
     return "-" if spread is None else _number(RATIO, spread["median"])
-
-
-def _mean(rate: Mapping[str, float] | None) -> str:
-    return "-" if rate is None else f"{rate['mean']:.2f}"
 
 
 def interval(rate: Mapping[str, float] | None) -> str:
@@ -253,20 +250,6 @@ def _step_s(run: BenchRun) -> float | None:
     """Return the typical time from one burst of tokens to the next; None if no request has two."""
     pauses = [pause for timing in run.timings for pause in timing.pauses]
     return statistics.mean(pauses) if pauses else None
-
-
-@dataclass(frozen=True)
-class Size:
-    """parameters: of the checkpoint's files. values_per_token: keys and values in the cache for one position."""
-
-    parameters: int
-    values_per_token: int
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Size:
-        """Return the size of the model that a config.json describes."""
-        decoder: DecoderConfig = plugins.load("speculant.models", config["model_type"]).read_config(config)
-        return cls(parameters(decoder), values_per_position(decoder))
 
 
 def memory(config: EngineConfig, runtime: Runtime) -> dict[str, float]:

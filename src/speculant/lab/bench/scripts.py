@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import platform
 import random
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from speculant.config import EngineConfig
 from speculant.engine import Runtime, build_around
-from speculant.lab.bench.history import machine, revision
-from speculant.lab.bench.measuring import Spread, interleave
-from speculant.lab.bench.workloads import code_prompt
+from speculant.lab.bench.history import origin
+from speculant.lab.bench.measuring import BenchRun, Notify, Spread, Way, interleave
+from speculant.lab.bench.workloads import Workload, code_prompt
 from speculant.lab.inflation import PAIRS, inflated_pair
 from speculant.lab.training import read_corpus, standard_library
-from speculant.metrics import SpeculationMetrics
 from speculant.models import Checkpoint, load_model, resolve_source
-from speculant.params import SamplingParams
 from speculant.text import Tokenizer
-from speculant.types import Request
 
 EDIT, COMPLETION, UNSEEN, HELD_OUT = "edit", "completion", "unseen", "held-out"
 TEXTS = (EDIT, COMPLETION, UNSEEN, HELD_OUT)
@@ -63,53 +55,29 @@ class LoadedPair(NamedTuple):
         return build_around(EngineConfig.from_arguments(model=self.folders[TARGET], **settings), self.target)
 
 
-class Decoded(NamedTuple):
-    """The figures of one run."""
+def run_rounds(
+    ways: Mapping[str, Way],
+    prompts: Sequence[Sequence[int]],
+    rounds: int,
+    warm_up: int = 0,
+    notify: Notify = lambda name: None,
+) -> dict[str, list[BenchRun]]:
+    """Run all ways in turn, round by round, each round on an equal share of the prompts; the first ones warm up."""
+    size = len(prompts) // (warm_up + rounds)
+    workloads = [Workload("round", prompts[first : first + size]) for first in range(0, len(prompts), size)]
 
-    seconds: float
-    decode_s: float  # of all requests, without their first tokens
-    passes: int
-    speculation: SpeculationMetrics
+    def subject(way: Way) -> Callable[[], BenchRun]:
+        own = iter(workloads)
+        return lambda: way.bench.run(next(own), way.mode)
 
-
-def decode(
-    runtime: Runtime, prompts: Sequence[Sequence[int]], tokens: int, speculation: dict[str, Any] | None = None
-) -> Decoded:
-    """Generate `tokens` tokens after each prompt, greedily; speculation: as in `SamplingParams`."""
-    engine = runtime.engine
-    engine.measurement.finish()  # nothing is drafted before it ends
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculation=speculation)
-    before, started = engine.metrics.steps, time.perf_counter()
-    requests = list[Request]()
-    for index, given in enumerate(prompts):
-        prompt, source = runtime.prompt_and_source(given)
-        requests += engine.add_request(prompt, params, f"{before}-{index}", source=source)
-    while engine.has_unfinished():
-        engine.step()
-    seconds, total = time.perf_counter() - started, SpeculationMetrics()
-    for request in requests:
-        total.add(request.metrics.speculative_decoding)
-    decode_s = sum(request.metrics.timing.decode_s for request in requests)
-    return Decoded(seconds, decode_s, engine.metrics.steps - before, total)
+    subjects = {name: subject(way) for name, way in ways.items()}
+    return {name: runs[warm_up:] for name, runs in interleave(subjects, warm_up + rounds, notify).items()}
 
 
-def by_text_and_method(
-    arguments: argparse.Namespace, compare: Callable[[argparse.Namespace, LoadedPair, str, str], dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    """Compare all methods on all texts with the pair at a shape; yield the figures so far after each comparison."""
-    pair = LoadedPair.load(arguments.shape)
-    seen: dict[str, dict[str, Any]] = {text: {} for text in arguments.texts}
-    for text, method in itertools.product(arguments.texts, arguments.methods):
-        seen[text][method] = compare(arguments, pair, text, method)
-        yield seen
-
-
-def alpha(runs: Sequence[Decoded]) -> float | None:
-    """Return accepted over tested tokens of all runs; None = nothing was drafted."""
-    total = SpeculationMetrics()
-    for run in runs:
-        total.add(run.speculation)
-    return total.acceptance_rate if total.num_tested_tokens else None
+def tokens_per_pass(runs: Sequence[BenchRun]) -> float:
+    """Return the tokens of all outputs over the passes that sampled them."""
+    timings = [timing for run in runs for timing in run.timings]
+    return sum(each.num_tokens for each in timings) / sum(each.sampled_passes for each in timings)
 
 
 def prompts_of(text: str, tokenizer: Tokenizer, count: int) -> list[list[int]]:
@@ -197,18 +165,6 @@ class Benchmark:
             "predicted": self.predicted,
             "seen": figures,
         }
-
-
-def origin(program: Sequence[str]) -> dict[str, Any]:
-    """Return the origin of a result: the command, the date, the revision, versions and the machine."""
-    where = machine()
-    return {
-        "command": shlex.join([*program, *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "revision": revision(),
-        "versions": {"python": platform.python_version(), "torch": where.pop("torch")},
-        "machine": where,
-    }
 
 
 def _settings(option: Any) -> Mapping[str, Any]:

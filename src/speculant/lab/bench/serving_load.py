@@ -144,8 +144,7 @@ class Load:
     others were answered, like those of many users, so that a queue shows in the latencies.
 
     connect: makes a client whose base address is the server's. Each request has a client of its own, as the time in
-    which httpx chooses among connections grows with the square of their number. The fields of a run are added to those
-    of the prompt and the stream.
+    which httpx chooses among connections grows with the square of their number.
     """
 
     def __init__(self, connect: Callable[[], httpx.AsyncClient], prompts: Sequence[str | Sequence[int]]) -> None:
@@ -153,19 +152,19 @@ class Load:
 
     def closed_loop(self, fields: Fields, clients: int, seconds: float) -> LoadRun:
         """Let clients send requests for a time in seconds, and wait for their last answers."""
-        return asyncio.run(self._closed_loop(fields, clients, seconds))
+        return asyncio.run(self._closed_loop(_of_one_run(fields), clients, seconds))
 
     def open_loop(self, fields: Fields, arrivals: Sequence[float]) -> LoadRun:
         """Send a request at each of these times, in seconds from the start, and wait for all answers."""
-        return asyncio.run(self._open_loop(fields, arrivals))
+        return asyncio.run(self._open_loop(_of_one_run(fields), arrivals))
 
     async def _closed_loop(self, fields: Fields, clients: int, seconds: float) -> LoadRun:
-        numbers, sender, started = itertools.count(), self._sender(fields), time.perf_counter()
+        numbers, started = itertools.count(), time.perf_counter()
 
         async def ask_again() -> list[Exchange]:
             exchanges: list[Exchange] = []
             while (now := time.perf_counter()) < started + seconds:
-                exchanges.append(await sender.send(next(numbers), now))
+                exchanges.append(await self._send(fields, next(numbers), now))
                 if not exchanges[-1].completed:
                     await asyncio.sleep(_PAUSE)
             return exchanges
@@ -174,37 +173,26 @@ class Load:
         return LoadRun(sorted(itertools.chain(*every), key=lambda each: each.number), started, seconds)
 
     async def _open_loop(self, fields: Fields, arrivals: Sequence[float]) -> LoadRun:
-        sender, sending, started = self._sender(fields), list[asyncio.Task[Exchange]](), time.perf_counter()
+        sending, started = list[asyncio.Task[Exchange]](), time.perf_counter()
         for number, arrival in enumerate(arrivals):
             await asyncio.sleep(started + arrival - time.perf_counter())
-            sending.append(asyncio.create_task(sender.send(number, started + arrival)))
+            sending.append(asyncio.create_task(self._send(fields, number, started + arrival)))
         exchanges = await asyncio.gather(*sending)
         return LoadRun(exchanges, started, max(exchange.ended for exchange in exchanges) - started)
 
-    def _sender(self, fields: Fields) -> _Sender:
-        own = {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": uuid.uuid4().hex}
-        return _Sender(self._connect, self._prompts, {**fields, **own})
-
-
-@dataclass(frozen=True)
-class _Sender:
-    """Sends the requests of one run."""
-
-    connect: Callable[[], httpx.AsyncClient]
-    prompts: Sequence[str | Sequence[int]]
-    fields: Fields
-
-    async def send(self, number: int, due: float) -> Exchange:
+    async def _send(self, fields: Fields, number: int, due: float) -> Exchange:
         """Send a request and read its answer."""
         import httpx
 
         exchange = Exchange(number, TimingMetrics(due), time.perf_counter())
-        body = {**self.fields, "prompt": self.prompts[number % len(self.prompts)]}
+        body = {**fields, "prompt": self._prompts[number % len(self._prompts)]}
         try:
-            async with self.connect() as client, client.stream("POST", "/v1/completions", json=body) as response:
+            async with self._connect() as client, client.stream("POST", "/v1/completions", json=body) as response:
                 exchange.status = response.status_code
                 if response.is_success:
-                    await _read_events(response, exchange)
+                    async for line in response.aiter_lines():
+                        if line.startswith("data:"):
+                            exchange.read(line.removeprefix("data:").strip(), time.perf_counter())
                 else:
                     exchange.problem = f"{_message(_parsed(await response.aread()))} ({exchange.status})"
         except (httpx.HTTPError, ValueError) as error:
@@ -213,11 +201,8 @@ class _Sender:
         return exchange
 
 
-async def _read_events(response: httpx.Response, exchange: Exchange) -> None:
-    """Read a stream to its end."""
-    async for line in response.aiter_lines():
-        if line.startswith("data:"):
-            exchange.read(line.removeprefix("data:").strip(), time.perf_counter())
+def _of_one_run(fields: Fields) -> Fields:
+    return {**fields, "stream": True, "stream_options": {"include_usage": True}, "cache_salt": uuid.uuid4().hex}
 
 
 def _parsed(data: bytes) -> Any:
@@ -325,31 +310,21 @@ def measure_serving(load: Load, modes: Mapping[str, Fields], plan: LoadPlan, not
     """
     for fields in modes.values():
         _checked(load.closed_loop(fields, plan.clients, min(_WARM_UP, plan.seconds)))
-    loops = {f"{mode}, the capacity": partial(_closed_loop, load, fields, plan) for mode, fields in modes.items()}
-    capacity = _by_mode(modes, interleave(loops, plan.rounds, notify))
+
+    def closed(fields: Fields) -> LoadRun:
+        return _checked(load.closed_loop(fields, plan.clients, plan.seconds))
+
+    def opened(fields: Fields, multiple: float) -> Callable[[], LoadRun]:
+        rounds = (plan.arrivals(multiple * rate, multiple, number) for number in itertools.count())
+        return lambda: _checked(load.open_loop(fields, next(rounds)))
+
+    loops = {mode: partial(closed, fields) for mode, fields in modes.items()}
+    capacity = interleave(loops, plan.rounds, lambda mode: notify(f"{mode}, the capacity"))
     rate = Spread.of([run.figures()["requests_per_s"] for run in next(iter(capacity.values()))]).median
-    arriving = {
-        f"{mode}, {multiple:g} x capacity": _arriving(load, fields, plan, multiple, multiple * rate)
-        for multiple in plan.loads
-        for mode, fields in modes.items()
-    }
-    found = iter(interleave(arriving, plan.rounds, notify).values())
-    levels = [Level(each, each * rate, {mode: next(found) for mode in modes}) for each in plan.loads]
+    arriving = {(each, mode): opened(fields, each) for each in plan.loads for mode, fields in modes.items()}
+    found = interleave(arriving, plan.rounds, lambda key: notify(f"{key[1]}, {key[0]:g} x capacity"))
+    levels = [Level(each, each * rate, {mode: found[each, mode] for mode in modes}) for each in plan.loads]
     return Measured(capacity, levels)
-
-
-def _by_mode(modes: Mapping[str, Fields], runs: Mapping[str, Sequence[LoadRun]]) -> Runs:
-    return dict(zip(modes, runs.values(), strict=True))
-
-
-def _closed_loop(load: Load, fields: Fields, plan: LoadPlan) -> LoadRun:
-    return _checked(load.closed_loop(fields, plan.clients, plan.seconds))
-
-
-def _arriving(load: Load, fields: Fields, plan: LoadPlan, multiple: float, rate: float) -> Callable[[], LoadRun]:
-    """Return a function that runs the next round of a load."""
-    rounds = itertools.count()
-    return lambda: _checked(load.open_loop(fields, plan.arrivals(rate, multiple, next(rounds))))
 
 
 def _checked(run: LoadRun) -> LoadRun:

@@ -100,7 +100,7 @@ class WorkloadConfig:
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts as token ids, and the seconds from the start at which each arrives, in order.
+    """Prompts as token ids, and the seconds from the start at which each arrives, in order; () = all at once.
 
     categories: the kind of task of each prompt, by name; () = not known. sources: the prompts are the sources
     of an encoder-decoder model.
@@ -108,7 +108,7 @@ class Workload:
 
     source: str
     prompts: Sequence[Sequence[int]]
-    arrivals: Sequence[float]
+    arrivals: Sequence[float] = ()
     request_rate: float | None = None
     categories: Sequence[str] = ()
     sources: bool = False
@@ -142,7 +142,7 @@ def make_workload(config: WorkloadConfig, runtime: Runtime, usual_number: int) -
     all tokens but special and end tokens. Prompts of a file are cut at prompt_length; categories count only if all
     prompts have one.
     """
-    number, categories = config.num_prompts or usual_number, list[str]()
+    number, rate, categories = config.num_prompts or usual_number, config.request_rate, list[str]()
     if config.prompts == CODE:
         prompts = [code_prompt(runtime.tokenizer, index, config.prompt_length) for index in range(number)]
     elif config.prompts == BuiltIn.EDIT:
@@ -152,13 +152,16 @@ def make_workload(config: WorkloadConfig, runtime: Runtime, usual_number: int) -
         prompts = [random_prompt(ids, index, config.prompt_length or USUAL_LENGTH) for index in range(number)]
     else:
         found = _prompts_of_file(config)
-        prompts = [_tokens_of(each, runtime.tokenizer)[: config.prompt_length] for each in found]
+        prompts = [
+            each.content if isinstance(each.content, list) else runtime.tokenizer.encode(each.content) for each in found
+        ]
+        prompts = [prompt[: config.prompt_length] for prompt in prompts]
         categories = [each.category for each in found if each.category is not None]
     return Workload(
         config.prompts,
         prompts,
-        arrival_times(len(prompts), config.request_rate),
-        config.request_rate,
+        [] if rate is None else list(itertools.islice(poisson_process(rate, "arrivals"), len(prompts))),
+        rate,
         categories if len(categories) == len(prompts) else (),
         runtime.checkpoint.model.needs.source,
     )
@@ -248,13 +251,6 @@ def ordinary_ids(tokenizer: Tokenizer, end_token_ids: frozenset[int]) -> list[in
     return sorted(set(tokenizer.vocab().values()) - set(added) - end_token_ids)
 
 
-def arrival_times(number: int, rate: float | None) -> list[float]:
-    """Return arrival times in seconds from the start: all 0 without a rate, else a Poisson process from 0 on."""
-    if rate is None:
-        return [0.0] * number
-    return list(itertools.islice(poisson_process(rate, "arrivals"), number))
-
-
 def poisson_process(rate: float, seed: str) -> Iterator[float]:
     """Yield the times in seconds of a Poisson process with `rate` arrivals per second, endlessly; the first is 0."""
     generator, now = random.Random(seed), 0.0
@@ -280,7 +276,3 @@ def _spread_out(found: Sequence[FilePrompt], number: int) -> list[FilePrompt]:
         by_category.setdefault(each.category, []).append(place)
     in_turn = [place for turn in itertools.zip_longest(*by_category.values()) for place in turn if place is not None]
     return [found[place] for place in sorted(in_turn[:number])]
-
-
-def _tokens_of(prompt: FilePrompt, tokenizer: Tokenizer) -> list[int]:
-    return tokenizer.encode(prompt.content) if isinstance(prompt.content, str) else prompt.content

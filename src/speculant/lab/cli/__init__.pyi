@@ -7,5 +7,5 @@ from .train import (
     HeadFlags as HeadFlags,
     Seq2SeqFlags as Seq2SeqFlags,
     TrainingFlags as TrainingFlags,
+    decoder_texts as decoder_texts,
 )
-from .train_static import decoder_texts as decoder_texts

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ from speculant.cli import (
     fetch,
     messages,
     parse_mapping,
+    plain_table,
     print_json,
     profiling,
     progress,
@@ -26,12 +28,12 @@ from speculant.cli import (
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.lab.bench import CODE, WorkloadConfig, make_workload, require_room
-from speculant.lab.cli import bench_history, bench_quality, bench_serve
-from speculant.lab.cli.bench_io import AsJson, BenchSampling, OutputFiles, OutputFlags, ReportFlags
+from speculant.lab.cli import bench_quality, bench_serve
+from speculant.lab.cli.bench_io import AsJson, BenchSampling, OutputFiles, OutputFlags, ReportFlags, shown_table
 from speculant.lab.cli.progress import progress_of_runs
 
 if TYPE_CHECKING:
-    from speculant.lab.bench import BenchCase, Way
+    from speculant.lab.bench import BenchCase, Comparison, Way
     from speculant.params import SamplingParams
 
 MANY, FEW = 32, 4  # default numbers of prompts that run together, and one at a time
@@ -60,12 +62,15 @@ SWEEP_EXAMPLES = examples(
     "speculant bench sweep ./llama --draft-model ./llama-small --length 2 --length 4 --length 8 --rounds 5",
     "speculant bench sweep ./llama --draft-model ./llama-small --batch 1 --batch 4 --batch 16 --report sweep.html",
 )
-OTHERS: Mapping[str, tuple[Callable[..., None], str]] = {
-    "serve": (bench_serve.serve, bench_serve.EXAMPLES),
-    "history": (bench_history.history, bench_history.EXAMPLES),
-    "quality": (bench_quality.quality, bench_quality.EXAMPLES),
-}
-NAMES = ("throughput", "latency", "compare", "sweep", *OTHERS)
+HISTORY_EXAMPLES = examples(
+    "speculant bench latency --model demo --draft-model demo --history history.jsonl",
+    "speculant bench history history.jsonl",
+    "speculant bench history --json",
+)
+HISTORY = "benchmarks/results/history.jsonl"
+EXIT_SLOWER = 1
+STYLES = {"slower": "bold red", "faster": "bold green", "unchanged": None}
+NAMES = ("throughput", "latency", "compare", "sweep", "serve", "history", "quality")
 EXAMPLES = examples(*(f"speculant bench {name} --help" for name in NAMES))
 
 Target = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model: a folder, GGUF file, hub id or demo.")]
@@ -104,6 +109,7 @@ SweptLengths = Annotated[
     list[int] | None,
     typer.Option("--length", help="Tokens to draft per step; can be repeated. [default: 1, 2, 3, 4, 6, 8]"),
 ]
+HistoryFile = Annotated[Path, typer.Argument(metavar="FILE", help="A file that --history of bench commands wrote.")]
 Batches = Annotated[
     list[int] | None,
     typer.Option("--batch", help="Sequences that run at a time; can be repeated. [default: 1]"),
@@ -258,12 +264,12 @@ def compare(
     others = [parse_mapping("--setting", text) for text in settings or []]
     fetch(config)
     with progress("Loading the models"):
-        from speculant.lab.bench import compare as comparing
+        from speculant.lab.bench import build_ways, compared, settings as ways_named, usual_settings
 
-        chosen = comparing.settings(methods or [], lengths or [], others) or comparing.usual_settings(config)
-        ways = comparing.build_ways(config, chosen, params, sequential=plan.alone)
+        chosen = ways_named(methods or [], lengths or [], others) or usual_settings(config)
+        ways = build_ways(config, chosen, params, sequential=plan.alone)
     cases = plan.measure(ways, params)
-    value = comparing.compared(config, chosen, ways, cases)
+    value = compared(config, chosen, ways, cases)
     _show(plan.files, value, cases, [ways] * len(cases), as_json)
 
 
@@ -291,31 +297,101 @@ def sweep(
     number of prompts is rounded up to a multiple of the batch size. The draft's weights stay as they are unless
     --draft-quantization names a type.
     """
-    from speculant.lab.bench import PLAIN, sweep as sweeping
+    from speculant.lab.bench import (
+        BATCHES,
+        LENGTHS,
+        PLAIN,
+        SweepPlan,
+        chains_of,
+        measure_sweep,
+        predict_sweep,
+        sweep_params,
+        swept,
+        way_of,
+    )
 
     engine.name_model(target)
     given, files = EngineConfig.from_arguments(**engine.values()), output.files()
-    config, params = sweeping.chains_of(given), sweeping.sweep_params(sampling.params())
-    plan = sweeping.SweepPlan(
+    config, params = chains_of(given), sweep_params(sampling.params())
+    plan = SweepPlan(
         WorkloadConfig(prompts, num_prompts, prompt_length),
         FEW,
-        tuple(lengths or sweeping.LENGTHS),
-        tuple(batches or sweeping.BATCHES),
+        tuple(lengths or LENGTHS),
+        tuple(batches or BATCHES),
         rounds,
     )
     fetch(config)
     with progress_of_parts() as parts:
-        predicted = sweeping.predict_sweep(config, plan, params, parts.begin)
+        predicted = predict_sweep(config, plan, params, parts.begin)
     with progress_of_runs(plan.num_runs) as runs:
-        found = sweeping.measure_sweep(predicted, plan, params, runs.begin, runs.show)
-    value = sweeping.swept(config, plan, found)
-    best = [sweeping.way_of(case["best"]["found"]["length"]) for case in value["cases"]]
+        found = measure_sweep(predicted, plan, params, runs.begin, runs.show)
+    value = swept(config, plan, found)
+    best = [way_of(case["best"]["found"]["length"]) for case in value["cases"]]
     shown = [{name: each.ways[name] for name in (PLAIN, way)} for each, way in zip(found, best, strict=True)]
     _show(files, value, [each.case for each in found], shown, as_json)
 
 
-for _name, (_command, _examples) in OTHERS.items():
-    app.command(_name, epilog=_examples)(accepts_log_level(_command))
+app.command("serve", epilog=bench_serve.EXAMPLES)(accepts_log_level(bench_serve.serve))
+
+
+@app.command("history", epilog=HISTORY_EXAMPLES)
+@accepts_log_level
+def history(path: HistoryFile = Path(HISTORY), as_json: AsJson = False) -> None:
+    """Compare the newest run of each benchmark with the earlier ones, and say what became slower.
+
+    It compares ratios of one command on one machine: the newest run with the median of the earlier ones. A figure is
+    slower if its quartiles lie below the quartiles of a typical run, and below those of the runs' medians. The exit
+    code is 1 if any figure is slower.
+    """
+    from speculant.lab.bench import compare_entries, read
+
+    benchmarks = [_compared(each) for each in compare_entries(read(path))]
+    slower = [change for each in benchmarks for change in each["figures"] if change["verdict"] == "slower"]
+    if as_json:
+        print_json({"file": str(path), "benchmarks": benchmarks})
+    else:
+        _show_history(benchmarks, slower)
+    if slower:
+        raise typer.Exit(EXIT_SLOWER)
+
+
+def _compared(comparison: Comparison) -> dict[str, Any]:
+    entry = comparison.entry
+    return {
+        "command": entry.command,
+        "date": entry.date,
+        "revision": entry.revision,
+        "machine": dict(entry.machine),
+        "earlier": comparison.num_earlier,
+        "figures": [
+            {**asdict(change), "ratio": change.ratio, "verdict": change.verdict} for change in comparison.changes
+        ],
+    }
+
+
+def _show_history(benchmarks: Sequence[Mapping[str, Any]], slower: Sequence[Mapping[str, Any]]) -> None:
+    from speculant.lab.bench import cell
+
+    console = results()
+    for each in benchmarks:
+        console.print(f"{each['command']}", style="bold")
+        console.print(f"revision {each['revision']} of {each['date']}, compared with {each['earlier']} earlier runs")
+        if not each["figures"]:
+            console.print("nothing to compare with\n")
+            continue
+        rows = [
+            [row["figure"], cell(row["before"]), cell(row["now"]), f"{row['ratio']:.2f}", row["verdict"]]
+            for row in each["figures"]
+        ]
+        styles = [STYLES[row["verdict"]] for row in each["figures"]]
+        table = plain_table(("", "before", "now", "now / before", ""), rows, styles=styles)
+        console.print(table)
+        console.print()
+    named = ", ".join(f"{change['figure']} ({change['ratio']:.2f})" for change in slower)
+    console.print(f"slower: {named}" if slower else "nothing became slower")
+
+
+app.command("quality", epilog=bench_quality.EXAMPLES)(accepts_log_level(bench_quality.quality))
 
 
 def _show(
@@ -338,7 +414,7 @@ def _show(
     for case in value["cases"]:
         console.print(f"\n{heading(case)}\n", style="bold")
         for table in tables(value["benchmark"], case):
-            console.print(table)
+            console.print(shown_table(table))
             console.print()
         for line in conclusions(case):
             console.print(line)

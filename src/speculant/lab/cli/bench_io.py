@@ -10,14 +10,23 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 from typing_extensions import override
 
-from speculant.cli import FlagGroup, SamplingFlags
+from speculant.cli import FlagGroup, SamplingFlags, plain_table
 from speculant.engine import check_trace_path
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
-    from speculant.lab.bench import BenchCase, Way
+    from rich.table import Table
+
+    from speculant.lab.bench import BenchCase, Grid, Way
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was measured as JSON.")]
+
+
+def shown_table(grid: Grid) -> Table:
+    """Return a report's table for the terminal."""
+    return plain_table(
+        grid.header, grid.rows, grid.title, ["bold green" if row[0] == grid.best else None for row in grid.rows]
+    )
 
 
 class BenchSampling(SamplingFlags):

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from speculant.cli import EXIT_INTERRUPTED, examples, fetch, print_json, progress, results
+from speculant.cli import EXIT_INTERRUPTED, examples, fetch, plain_table, print_json, progress, results
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.lab.cli.bench_io import AsJson
@@ -175,12 +175,10 @@ def _table(value: Mapping[str, Any]) -> Table:
         "perplexity of B": perplexity["judged"],
         "perplexity of B / A": perplexity["ratio"],
     }
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for heading in ("mean", "std. error", "95% interval"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    lines = []
     for name, each in rows.items():
-        has_error = each["error"] is not None
-        interval = f"{each['low']:.5g} to {each['high']:.5g}" if has_error else "-"
-        table.add_row(name, f"{each['mean']:.5g}", f"{each['error']:.2g}" if has_error else "-", interval)
-    return table
+        error, interval = "-", "-"
+        if each["error"] is not None:
+            error, interval = f"{each['error']:.2g}", f"{each['low']:.5g} to {each['high']:.5g}"
+        lines.append((name, f"{each['mean']:.5g}", error, interval))
+    return plain_table(("", "mean", "std. error", "95% interval"), lines)

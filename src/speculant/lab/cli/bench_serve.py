@@ -37,7 +37,7 @@ from speculant.cli import (
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError, ServerError
 from speculant.lab.bench import CODE, server_prompts
-from speculant.lab.cli.bench_io import AsJson, BenchSampling, HistoryFlags
+from speculant.lab.cli.bench_io import AsJson, BenchSampling, HistoryFlags, shown_table
 from speculant.lab.cli.progress import progress_of_runs
 
 _COMMAND = (sys.executable, "-m", "speculant.cli.main", "serve", "--host", "127.0.0.1", "--port", "0")
@@ -264,11 +264,11 @@ def _show(introduction: str, value: Mapping[str, Any]) -> None:
     loop = f"{plan['clients']} clients, each sending its next request as soon as it has an answer"
     console.print(f"\ncapacity: {loop}; {described_rounds(plan['rounds'])}\n", style="bold")
     for table in tables("serve", value["capacity"]):
-        console.print(table)
+        console.print(shown_table(table))
     for level in value["loads"]:
         console.print(f"\n{level['load']:g} x capacity: {level['request_rate']:.2f} requests/s arrive\n", style="bold")
         for table in tables("serve", level):
-            console.print(table)
+            console.print(shown_table(table))
         for line in conclusions(level):
             console.print(line)
     for note in value["notes"]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from speculant.cli import (
     EngineFlags,
@@ -16,6 +15,7 @@ from speculant.cli import (
     accepts_flags,
     examples,
     fetch,
+    plain_table,
     print_json,
     progress,
     progress_of_parts,
@@ -26,8 +26,7 @@ from speculant.errors import ConfigError
 from speculant.lab.bench import code_prompt
 
 if TYPE_CHECKING:
-    from speculant.engine import Runtime
-    from speculant.lab.exactness import Found, Report, Tell
+    from speculant.lab.exactness import Report
     from speculant.params import SamplingParams
 
 EXAMPLES = examples(
@@ -111,9 +110,13 @@ def check_lossless(
         from speculant.engine import build_engine
 
         runtime = build_engine(config)
+    given = [runtime.tokenizer.encode(prompt) for prompt in prompts or ()]
+    made = given or [code_prompt(runtime.tokenizer, index) for index in range(NUM_PROMPTS)]
     with progress_of_parts() as parts:
+        from speculant.lab.exactness import Subject, run_check
+
         found = (lambda key, value: None) if as_json else _Shown(parts).show
-        report = _check(config, runtime, prompts, params, (cases, texts), parts.begin, found)
+        report = run_check(Subject(config, runtime, made, params), cases, texts, parts.begin, found)
     if as_json:
         print_json(report.to_dict())
     else:
@@ -135,23 +138,6 @@ def _check_settings(config: EngineConfig, params: SamplingParams, sizes: Mapping
         raise ConfigError(
             "speculation is off: use_speculative_decoding is False", "leave out --no-use-speculative-decoding."
         )
-
-
-def _check(
-    config: EngineConfig,
-    runtime: Runtime,
-    prompts: Sequence[str] | None,
-    params: SamplingParams,
-    sizes: tuple[int, int],
-    tell: Tell,
-    found: Found,
-) -> Report:
-    from speculant.lab.exactness import Subject
-    from speculant.lab.exactness.check import check
-
-    given = [runtime.tokenizer.encode(prompt) for prompt in prompts or ()]
-    made = given or [code_prompt(runtime.tokenizer, index) for index in range(NUM_PROMPTS)]
-    return check(Subject(config, runtime, made, params), *sizes, tell, found)
 
 
 class _Shown:
@@ -225,13 +211,8 @@ def _show_tests(console: Console, value: Mapping[str, Any]) -> None:
         f"{value['speculation']['num_accepted_draft_tokens']} of them drafted; "
         f"a correct sampler fails one check in {1 / settings['false_alarm']:.0f}"
     )
-    table = Table(box=None, pad_edge=False)
-    table.add_column("  test")
-    for heading in ("expected", "observed", "Z", "p", ""):
-        table.add_column(heading, justify="right")
-    for score in scores:
-        table.add_row(f"  {score['test']}", *_figures(score), "ok" if score["passed"] else "FAILED")
-    console.print(table)
+    rows = [(f"  {score['test']}", *_figures(score), "ok" if score["passed"] else "FAILED") for score in scores]
+    console.print(plain_table(("  test", "expected", "observed", "Z", "p", ""), rows))
     for score in scores:
         console.print(f"  {score['test']}: {_strength(score)}")
     console.print(f"  tokens that the target can't produce: {impossible['observed']} ", end="")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from speculant.cli import (
     EngineFlags,
@@ -17,6 +16,7 @@ from speculant.cli import (
     accepts_flags,
     examples,
     fetch,
+    plain_table,
     print_json,
     progress_of_parts,
     results,
@@ -27,7 +27,7 @@ from speculant.lab.bench import CODE, WorkloadConfig
 from speculant.params import SamplingParams
 
 if TYPE_CHECKING:
-    from speculant.lab.bench import Findings, LengthCosts, SpeedPrediction, Spread
+    from speculant.lab.bench import Findings, SpeedPrediction
 
 EXAMPLES = examples(
     "speculant check-pair demo demo",
@@ -98,9 +98,9 @@ def check_pair(
     workload = WorkloadConfig(prompts)
     fetch(config)
     with progress_of_parts() as parts:
-        from speculant.lab.bench import drafting, pair
+        from speculant.lab.bench import check_drafts, check_pair as check_model
 
-        measure = drafting.check_drafts if config.speculative_config else pair.check_pair
+        measure = check_drafts if config.speculative_config else check_model
         findings = measure(config, workload, params, parts.begin)
     value = document(config, findings)
     if as_json:
@@ -137,7 +137,7 @@ def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
 
 
 def _prediction(each: SpeedPrediction) -> dict[str, Any]:
-    costs: LengthCosts = each.costs
+    costs = each.costs
     return {
         "alpha": asdict(each.alpha),
         "correlation": each.correlation,
@@ -188,22 +188,22 @@ def _flags(config: EngineConfig, findings: Findings) -> str:
 
 
 def _verdict(config: EngineConfig, findings: Findings, flags: str) -> str:
+    from speculant.lab.bench import cell
+
     speed = findings.speed
     if findings.pays:
         return f"it pays: {speed.median:.2f} times the speed of plain decoding with {flags}"
     if findings.pays is None:
-        return f"it makes no clear difference: {_range(speed)} times the speed of plain decoding with {flags}"
+        return f"it makes no clear difference: {cell(asdict(speed))} times the speed of plain decoding with {flags}"
     return (
         f"it does not pay: {speed.median:.2f} times the speed of plain decoding at the best length, {findings.length}; "
         f"use --model {shlex.quote(config.model)} without this draft"
     )
 
 
-def _range(speed: Spread) -> str:
-    return f"{speed.median:.2f} ({speed.q1:.2f}-{speed.q3:.2f})"
-
-
 def _show(console: Console, value: Mapping[str, Any]) -> None:
+    from speculant.lab.bench import cell, interval
+
     for role in ("target", "draft"):
         model = value[role]
         size = f"{model['parameters'] / 1e6:.4g} million parameters"
@@ -216,14 +216,13 @@ def _show(console: Console, value: Mapping[str, Any]) -> None:
     _show_acceptance(console, value)
     _show_lengths(console, value)
     measured = value["measured"]
-    speed = measured["speed"]
     console.print(
-        f"\nmeasured: {speed['median']:.2f} ({speed['q1']:.2f}-{speed['q3']:.2f}) times the speed of plain decoding, "
+        f"\nmeasured: {cell(measured['speed'])} times the speed of plain decoding, "
         f"{measured['rounds']} rounds of {measured['prompts']} prompts; predicted: {measured['predicted']:.2f}"
     )
     if measured["alpha"] is not None:
         console.print(
-            f"accepted / tested tokens: {_interval(measured['alpha'])}, verified by {measured['verification']}"
+            f"accepted / tested tokens: {interval(measured['alpha'])}, verified by {measured['verification']}"
         )
     if measured["identical_outputs"] is not None:
         console.print(f"outputs identical to plain: {measured['identical_outputs']} of {measured['outputs']}")
@@ -232,25 +231,27 @@ def _show(console: Console, value: Mapping[str, Any]) -> None:
 
 def _show_acceptance(console: Console, value: Mapping[str, Any]) -> None:
     """Print alpha and the costs of drafting for each setting, and the costs of verification."""
+    from speculant.lab.bench import interval
+
     usual = next(iter(value["precisions"].values()))
     first = usual["alpha"]
     greedy = value["sampling"]["temperature"] == 0
     kind = "greedy" if greedy else f"at temperature {value['sampling']['temperature']:g}"
     console.print(f"\n{value['texts']} texts of the target, {kind}, {first['tokens']} tokens", style="bold")
-    table = Table(box=None, pad_edge=False)
-    table.add_column("setting" if value["best"]["options"] else "draft weights")
-    for heading in ("alpha (95%)", "per token", "per draft", "best", "predicted"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, each in value["precisions"].items():
-        table.add_row(
+    rows = [
+        (
             value["draft"]["dtype"] if name == "none" else name,
-            _interval(each["alpha"]),
+            interval(each["alpha"]),
             f"{each['cost_ratio']:.3f}",
             f"{each['draft_overhead']:.3f}",
             str(each["best_length"]),
             f"{each['best_speed']:.2f}",
         )
-    console.print(table)
+        for name, each in value["precisions"].items()
+    ]
+    first_column = "setting" if value["best"]["options"] else "draft weights"
+    header = (first_column, "alpha (95%)", "per token", "per draft", "best", "predicted")
+    console.print(plain_table(header, rows))
     if usual["correlation"] is not None:
         console.print(f"correlation of acceptance between neighbouring tokens: {usual['correlation']:.2f}")
     by_tokens = dict(zip(value["verification"]["tokens"], value["verification"]["cost"], strict=True))
@@ -260,21 +261,16 @@ def _show_acceptance(console: Console, value: Mapping[str, Any]) -> None:
     )
 
 
-def _interval(alpha: Mapping[str, float]) -> str:
-    return f"{alpha['mean']:.3f} ({alpha['low']:.3f}-{alpha['high']:.3f})"
-
-
 def _show_lengths(console: Console, value: Mapping[str, Any]) -> None:
     best = value["best"]
     setting = value["draft"]["dtype"] if best["precision"] == "none" else best["precision"]
     kind = "" if best["options"] else " draft weights"
     console.print(f"\nPredicted with {setting}{kind}", style="bold")
-    table = Table(box=None, pad_edge=False)
-    for heading in ("length", "tokens/pass", "speed", ""):
-        table.add_column(heading, justify="right")
     chosen = value["precisions"][best["precision"]]
+    rows, styles = [], []
     for row in chosen["lengths"]:
         is_best = row["length"] == chosen["best_length"]
         figures = (f"{row['tokens_per_pass']:.2f}", f"{row['speed']:.2f}")
-        table.add_row(str(row["length"]), *figures, "best" if is_best else "", style=BEST if is_best else None)
-    console.print(table)
+        rows.append((str(row["length"]), *figures, "best" if is_best else ""))
+        styles.append(BEST if is_best else None)
+    console.print(plain_table(("length", "tokens/pass", "speed", ""), rows, styles=styles))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from speculant.cli import (
     FlagGroup,
@@ -17,14 +21,19 @@ from speculant.cli import (
     messages,
     print_json,
     progress,
+    progress_of_parts,
 )
+from speculant.config import EngineConfig
 from speculant.errors import ConfigError
-from speculant.lab.cli import train_head_tokens, train_static
 from speculant.lab.cli.progress import show_training, shown_progress
 from speculant.lab.training import BoostedConfig, HeadTrainingConfig, Seq2SeqConfig, TrainingConfig
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from speculant.lab.bench import HeadSize
     from speculant.lab.training import DraftsRun, Show, TrainingRun
+    from speculant.text import Tokenizer
 
 EXAMPLES = examples(
     "speculant train lm --out target --minutes 75",
@@ -58,8 +67,6 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --ou
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")]
 
 app = command_group(help="Train small models: a target, a draft for a target, or a head.", epilog=EXAMPLES)
-app.command(epilog=train_static.EXAMPLES)(accepts_log_level(train_static.static))
-app.command(epilog=train_head_tokens.EXAMPLES)(accepts_log_level(train_head_tokens.head_tokens))
 
 
 @app.callback()
@@ -197,3 +204,234 @@ def _carry_out(run: TrainingRun[Any, Any] | DraftsRun, resume: bool, as_json: bo
     else:
         for line in run.summary(outcome):
             messages().print(line)
+
+
+_STATIC_EXAMPLES = examples(
+    "speculant train static README.md docs/*.md --tokenizer demo --out tables.safetensors",
+    "speculant train static outputs.jsonl --tokenizer demo --out tables.safetensors --continuations 64",
+    "speculant train static german.txt --tokenizer google/flan-t5-small --out tables.safetensors",
+)
+MOST_CONTINUATIONS = 1024
+
+
+@app.command(epilog=_STATIC_EXAMPLES)
+@accepts_log_level
+def static(
+    files: Annotated[list[Path], typer.Argument(help="Text files, or .jsonl files of token ids, one sequence a line.")],
+    tokenizer: Annotated[str, typer.Option(help="The target: a folder or GGUF file, a Hugging Face id or demo.")],
+    out: Annotated[Path, typer.Option(help="The file to write, in safetensors format.")],
+    continuations: Annotated[
+        int, typer.Option(min=0, max=MOST_CONTINUATIONS, help="The most to keep per token; 0 = only unigrams.")
+    ] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was counted as JSON.")] = False,
+) -> None:
+    """Count which token follows which, in texts like those that the target will write.
+
+    The target's own outputs work best: `speculant generate --json` prints their token ids. For an encoder-decoder
+    target, each line of a file is one text of its decoder, in a .jsonl file as a JSON string or as token ids. Use the
+    file with speculative_config={"method": "static", "tables": FILE}.
+    """
+    outcome = _count_pairs(files, tokenizer, out, continuations)
+    if as_json:
+        print_json(outcome)
+    else:
+        messages().print(
+            f"{out}: {outcome['tokens']:,} tokens, {outcome['pairs']:,} different pairs,"
+            f" {outcome['continuations']:,} kept, {outcome['bytes'] / 2**20:.1f} MiB"
+        )
+
+
+def _count_pairs(files: list[Path], model: str, out: Path, continuations: int) -> dict[str, Any]:
+    from speculant.drafting import BigramTables
+    from speculant.lab.training import count_bigrams
+    from speculant.models import resolve_source
+    from speculant.text import Tokenizer
+
+    require_folder(out)
+    folder = resolve_source(model, "target")
+    tokenizer = Tokenizer.load(folder)
+    with progress("Counting"):
+        found = count_bigrams(_sequences(files, folder, tokenizer), vocab_size_of(folder, tokenizer))
+        tables = BigramTables.of_counts(found.tokens, found.pairs, found.counts, continuations)
+        tables.save(out)
+    return {
+        "tokens": int(found.tokens.sum()),
+        "pairs": len(found.pairs),
+        "continuations": len(tables.tokens),
+        "vocab_size": len(found.tokens),
+        "bytes": out.stat().st_size,
+    }
+
+
+def _sequences(files: list[Path], folder: Path, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
+    """Yield the sequences of files; those of an encoder-decoder model begin with its start token."""
+    from speculant.models import read_description, read_generation, read_optional_config, read_start_tokens
+    from speculant.text import read_sequences
+
+    config = read_optional_config(folder)
+    if not config or read_description(config).encoder is None:
+        return read_sequences(files, tokenizer)
+    start = read_start_tokens(read_generation(folder), config, vocab_size_of(folder, tokenizer))
+    return decoder_texts(files, tokenizer, start)
+
+
+def decoder_texts(files: Sequence[Path], tokenizer: Tokenizer, start: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the text of each line after the start tokens, with the end tokens that the tokenizer adds to a text."""
+    from speculant.text import read_lines
+
+    for path in files:
+        for line in read_lines(path):
+            if line:
+                yield [*start, *(tokenizer.encode(line) if isinstance(line, str) else line)]
+
+
+def require_folder(out: Path) -> None:
+    """Check that a file can be written there. Raises ConfigError."""
+    if not out.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent}", "make it, or name another file.")
+
+
+def vocab_size_of(folder: Path, tokenizer: Tokenizer) -> int:
+    """Return the rows of the model's output head; for a folder with only a tokenizer, its number of tokens."""
+    from speculant.models import count, read_optional_config
+
+    config = read_optional_config(folder)
+    return count(config, "vocab_size") if config else tokenizer.vocab_size
+
+
+_TOKENS_EXAMPLES = examples(
+    "speculant train head-tokens README.md docs/*.md --target demo --out head.json",
+    "speculant train head-tokens outputs.jsonl --target demo --size 2048 --out head.json",
+    "speculant train head-tokens outputs.jsonl --target demo --draft demo --out head.json",
+    "speculant train head-tokens outputs.jsonl --target demo --draft demo --method eagle --out head.json",
+)
+TEXTS, TOKENS = 8, 128  # the most texts along which drafts are compared, and their tokens
+SHARE = 4  # by default a head keeps a quarter of the vocabulary (arXiv 2502.14856, section 4)
+
+
+@app.command(epilog=_TOKENS_EXAMPLES)
+@accepts_log_level
+def head_tokens(
+    files: Annotated[list[Path], typer.Argument(help="Text files, or .jsonl files of token ids, one sequence a line.")],
+    target: Annotated[
+        str, typer.Option("--target", "--tokenizer", help="A folder or GGUF file, a Hugging Face id or demo.")
+    ],
+    out: Annotated[Path, typer.Option(help="The file to write, in JSON.")],
+    size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to keep [default: the fastest with --draft, else a quarter].")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="The draft model or head for which the fastest size is measured.")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="How it drafts, such as eagle or medusa [default: as a draft model].")
+    ] = None,
+    draft_quantization: Annotated[str, typer.Option(help="Round the draft's weights: int8, int4 or none.")] = "none",
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was counted and measured as JSON.")] = False,
+) -> None:
+    """Find the most frequent tokens in texts like those that the target will write.
+
+    The target's own outputs work best: `speculant generate --json` prints their token ids. A draft model that is
+    limited to these tokens is faster: speculative_config={"head_tokens": FILE}. End tokens are always kept.
+
+    With --draft, output heads of several sizes are measured along the texts, and the tokens of the one with the
+    most expected tokens per second are written. If no shorter head gains 2%, nothing is written.
+    """
+    if draft is None and method is not None:
+        raise ConfigError(f"--method {method} names no draft", "add --draft.")
+    if draft is not None and size is not None:
+        raise ConfigError("--size and --draft are given, and --draft is for measuring the size", "leave out one.")
+    config = EngineConfig.from_arguments(
+        model=target, draft_model=draft, draft_quantization=draft_quantization,
+        speculative_config=None if method is None else {"method": method},
+    )  # fmt: skip
+    outcome = _keep_tokens(files, config, out, size)
+    if as_json:
+        print_json(outcome)
+    else:
+        _show_sizes(messages(), out, outcome)
+
+
+def _show_sizes(console: Console, out: Path, outcome: Mapping[str, Any]) -> None:
+    if outcome["sizes"]:
+        table = Table(box=None, pad_edge=False)
+        for heading in ("tokens", "coverage", "acceptance", "ms a token", "ms a draft", "tokens/s", ""):
+            table.add_column(heading, justify="right")
+        for each in outcome["sizes"]:
+            best = each["size"] == outcome["size"]
+            table.add_row(
+                f"{each['size']:,}", f"{each['coverage']:.1%}", f"{each['acceptance']:.3f}",
+                f"{1e3 * each['token_s']:.3g}", f"{1e3 * each['draft_s']:.3g}", f"{each['speed']:.4g}",
+                "best" if best else "",
+            )  # fmt: skip
+        console.print(table)
+    if not outcome["written"]:
+        console.print("a head of fewer tokens is not faster here, and no file was written: leave head_tokens out")
+        return
+    console.print(
+        f"{out}: {outcome['size']:,} of {outcome['vocab_size']:,} tokens,"
+        f" {outcome['coverage']:.1%} of the {outcome['tokens']:,} in the files"
+    )
+
+
+def _keep_tokens(files: list[Path], config: EngineConfig, out: Path, size: int | None) -> dict[str, Any]:
+    import numpy as np
+
+    from speculant.drafting import save_head_tokens
+    from speculant.lab.training import count_tokens
+    from speculant.models import resolve_source
+    from speculant.text import Tokenizer, read_sequences
+
+    require_folder(out)
+    folder = resolve_source(config.model, "target")
+    tokenizer = Tokenizer.load(folder)
+    vocab_size = vocab_size_of(folder, tokenizer)
+    texts = list[Sequence[int]]()
+    with progress("Counting"):
+        counts = count_tokens(_keeping_first(read_sequences(files, tokenizer), texts), vocab_size)
+    if not counts.sum():
+        raise ConfigError("the files hold no tokens", "name files with text.")
+    ends = _ends(folder, vocab_size)
+    order = _by_use(counts, ends)
+    sizes: list[HeadSize] = []
+    wanted = size or max(1, vocab_size // SHARE)
+    if config.draft_model:
+        from speculant.lab.bench import best_size, measure_sizes
+
+        with progress_of_parts() as parts:
+            sizes = measure_sizes(config, counts, order, len(ends), texts, parts.begin)
+        wanted = best_size(sizes).size
+    kept = order[: max(wanted, len(ends))]
+    written = not sizes or len(kept) < vocab_size
+    if written:
+        save_head_tokens(out, kept)
+    return {
+        "size": len(kept),
+        "vocab_size": vocab_size,
+        "tokens": int(counts.sum()),
+        "coverage": float(counts[np.array(kept)].sum() / counts.sum()),
+        "written": written,
+        "sizes": [asdict(each) for each in sizes],
+    }
+
+
+def _keeping_first(sequences: Iterable[Sequence[int]], texts: list[Sequence[int]]) -> Iterator[Sequence[int]]:
+    """Yield sequences, and add the beginnings of the first ones to `texts`."""
+    for sequence in sequences:
+        if len(texts) < TEXTS and len(sequence) > 1:
+            texts.append(sequence[:TOKENS])
+        yield sequence
+
+
+def _by_use(counts: np.ndarray[Any, Any], ends: frozenset[int]) -> list[int]:
+    """Return the end tokens, then the others by their counts; the lowest ids among equals."""
+    order = (-counts).argsort(kind="stable").tolist()
+    return [*sorted(ends), *(token for token in order if token not in ends)]
+
+
+def _ends(folder: Path, vocab_size: int) -> frozenset[int]:
+    """Return the model's end tokens; a folder with only a tokenizer has none."""
+    from speculant.models import read_end_tokens, read_generation, read_optional_config
+
+    config = read_optional_config(folder)
+    return read_end_tokens(read_generation(folder), config, vocab_size) if config else frozenset()

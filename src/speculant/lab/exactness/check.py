@@ -10,7 +10,7 @@ from typing import Any
 
 from speculant.config import EngineConfig
 from speculant.engine import Runtime, build_verifiers
-from speculant.lab.exactness.proofs import Proof, choose_draft, claims, prove
+from speculant.lab.exactness.proofs import SHAPING, Proof, choose_draft, claims, prove
 from speculant.lab.exactness.texts import (
     FALSE_ALARM,
     Scores,
@@ -24,10 +24,7 @@ from speculant.metrics import SpeculationMetrics
 from speculant.params import SamplingParams
 from speculant.types import Request
 
-SAMPLING = (
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
-)
+SAMPLING = (*SHAPING, "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
 Tell = Callable[[str], None]  # called with the name of each part before it starts
 Found = Callable[[str, Any], None]  # called with each finished part of the report: a key of `to_dict`, and a value
 
@@ -151,7 +148,7 @@ class Report:
         }
 
 
-def check(
+def run_check(
     subject: Subject,
     cases: int,
     texts: int,
@@ -198,9 +195,8 @@ def draw_and_score(subject: Subject, count: int, tell: Tell) -> ScoredTexts:
     prompts = list(itertools.islice(itertools.cycle(subject.prompts), count))
     texts = complete(subject.runtime, prompts, [subject.params] * count)
     tell("Scoring texts")
-    scores, speculation = score_texts(subject.config, subject.runtime, texts), SpeculationMetrics()
-    for text in texts:
-        speculation.add(text.metrics.speculative_decoding)
+    scores = score_texts(subject.config, subject.runtime, texts)
+    speculation = SpeculationMetrics.total(text.metrics.speculative_decoding for text in texts)
     bitwise = subject.runtime.checkpoint.backend.row_invariant or not is_filtered(subject.params)
     return ScoredTexts(count, scores, speculation, bitwise)
 

@@ -1,34 +1,293 @@
-"""A `Chance` that follows every branch, so that the exact distribution of a random result is summed.
+"""Table models, and a `Chance` that follows every branch, so that the exact distribution of a random result is summed.
 
-`enumerate_case` runs every branch of a request's first speculative steps through the real engine.
+The next token's distribution of a table model is a function of the whole prefix. `Pair` has random tables of a target
+and a draft; `joint_distribution` is the target's own, without speculation. `enumerate_case` runs every branch of a
+request's first speculative steps through the real engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from speculant.cache import CacheShape, KVCache, KVStorage
 from speculant.config import Limits
-from speculant.lab.exactness.tables import (
-    History,
-    Joint,
-    NextProbs,
-    Pair,
-    Table,
-    completed,
-    conditioned,
-    deviation,
-    joint_distribution,
-)
 from speculant.metrics import RequestMetrics, TimingMetrics
+from speculant.models import (
+    Batch,
+    Chain,
+    Hidden,
+    ModelNeeds,
+    Segment,
+    check_embeddings,
+    check_taps,
+    check_tokens,
+    context_slots,
+    visible_keys,
+)
 from speculant.params import SamplingParams
 from speculant.sampling import Chance, Chances, Node, distribution
 from speculant.types import NO_WORK, Request, StepOutput, Stops
+
+History = tuple[int, ...]
+Table = Callable[[History], Sequence[float]]  # all tokens so far -> logits of the next
+
+
+class TableModel:
+    """A `CausalLM` whose next token's logits are a function of the whole prefix, read back from the storage.
+
+    A position's key is its token and its value is its position. Each row gathers its visible positions and
+    asserts that they are a whole prefix, in order, that ends with the row's own token: a stale slot, a wrong
+    truncation or another sequence's slot causes an error here, or another history and so another distribution.
+
+    masks: it has a mask token beside its vocabulary, which is part of histories as any token is.
+    has_source: it is an encoder-decoder model. Its table reads `after_source(source, history)`, of the source that the
+    storage holds.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        vocab_size: int,
+        max_positions: int = 1024,
+        masks: bool = False,
+        has_source: bool = False,
+    ) -> None:
+        self.needs = ModelNeeds(source=has_source)
+        self.vocab_size, self.mask_token = vocab_size, vocab_size if masks else None
+        self.max_positions = max_positions
+        self.num_layers, self.hidden_size = 1, vocab_size
+        self.cache_shape = CacheShape(1, 1, 1, torch.float64, torch.device("cpu"))
+        self.num_rows: list[int] = []  # of each pass
+        self.num_encoded: list[int] = []  # rows of each pass of the encoder
+        self._table = table
+        self._known: dict[History, Tensor] = {}
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `CausalLM.embed`; a token is a one-hot vector."""
+        check_tokens(tokens, self.vocab_size)
+        return torch.eye(self.vocab_size, dtype=torch.float64)[tokens]
+
+    def forward(self, batch: Batch, storage: KVStorage, taps: Sequence[int] = ()) -> Hidden:
+        """See `CausalLM.forward`; one layer maps one-hot tokens to logits, and the final norm is the identity."""
+        check_taps(taps, self.num_layers)
+        assert int(batch.positions.max()) < self.max_positions, "beyond the model's positions"
+        batch = self._looked_up(batch)
+        storage.write(0, batch.slot_mapping, _column(batch.tokens), _column(batch.positions))
+        self.num_rows.append(len(batch.tokens))
+        last = torch.stack([self._logits(history) for history in self._histories(batch, storage)])
+        return Hidden(last, tuple(last if tap else self.embed(batch.tokens) for tap in taps))
+
+    def encode(self, batch: Batch, storage: KVStorage) -> Tensor:
+        """See `EncodesSources.encode`; the values are -1 - position, and the result is the one-hot tokens.
+
+        Another encoder's result must be that of the same source.
+        """
+        assert self.needs.source, "the model has no encoder"
+        assert batch.hidden is None or torch.equal(batch.hidden, self.embed(batch.tokens)), "another source's result"
+        for segment in batch.segments:
+            assert segment.start == 0 and not segment.parents, "not a whole source"  # noqa: PT018
+        storage.write(0, batch.slot_mapping, _column(batch.tokens), _column(-1 - batch.positions))
+        self.num_encoded.append(len(batch.tokens))
+        return self.embed(batch.tokens)
+
+    def _histories(self, batch: Batch, storage: KVStorage) -> Iterator[History]:
+        """Yield what each row's distribution depends on: the visible prefix, after the source if there is one."""
+        prefixes = _prefixes(batch, storage)
+        for segment in batch.segments:
+            assert bool(segment.source_length) == self.needs.source, "a text without its source"
+            source = _stored_source(segment, batch.block_size, storage) if self.needs.source else None
+            for prefix in islice(prefixes, segment.num_rows):
+                yield prefix if source is None else after_source(source, prefix)
+
+    def _looked_up(self, batch: Batch) -> Batch:
+        """Return the batch with the tokens of rows that have input embeddings, which must be one-hot."""
+        if batch.embeddings is None:
+            return batch
+        check_embeddings(batch, self.hidden_size)
+        tokens = batch.embeddings.argmax(-1)
+        assert torch.equal(self.embed(tokens), batch.embeddings), "an input embedding is not a token's"
+        return replace(batch, tokens=batch.tokens.index_copy(0, batch.embedded_rows, tokens), embeddings=None)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM.logits`."""
+        return hidden
+
+    def grow(self, chains: Sequence[Chain], cache: KVCache, vocab_size: int) -> Sequence[Chain]:
+        """See `CausalLM.grow`: none are drawn here."""
+        return chains
+
+    def _logits(self, history: History) -> Tensor:
+        if history not in self._known:
+            self._known[history] = torch.tensor(self._table(history), dtype=torch.float64)
+        return self._known[history]
+
+
+def after_source(source: Sequence[int], history: History) -> History:
+    """Return a source and a text after it as one history; no other source and text have the same one."""
+    return (len(source), *source, *history)
+
+
+def conditioned(table: Table, source: Sequence[int]) -> Table:
+    """Return the table of an encoder-decoder model's texts for one source."""
+    return lambda history: table(after_source(source, history))
+
+
+def _column(values: Tensor) -> Tensor:
+    return values.to(torch.float64)[:, None, None]
+
+
+def _stored_source(segment: Segment, block_size: int, storage: KVStorage) -> History:
+    """Read a sequence's encoded source back from the storage; it must be whole and in order."""
+    length = segment.source_length
+    slots = [segment.source_table[place // block_size] * block_size + place % block_size for place in range(length)]
+    tokens, places = (part.flatten().tolist() for part in storage.read(0, torch.tensor(slots)))
+    assert places == [-1 - place for place in range(length)], "not a whole source in order"
+    return tuple(int(token) for token in tokens)
+
+
+def _prefixes(batch: Batch, storage: KVStorage) -> Iterator[History]:
+    first = 0
+    for segment, slots in zip(batch.segments, context_slots(batch), strict=True):
+        rows = slice(first, first + segment.num_rows)
+        first = rows.stop
+        visible = visible_keys(segment, batch.positions[rows], None).tolist()
+        tokens, positions = (part.flatten().tolist() for part in storage.read(0, slots))
+        for own, position, mask in zip(
+            batch.tokens[rows].tolist(), batch.positions[rows].tolist(), visible, strict=True
+        ):
+            context = [key for key, is_visible in enumerate(mask) if is_visible]
+            assert [positions[key] for key in context] == list(range(position + 1)), "not a whole prefix in order"
+            assert tokens[context[-1]] == own, "the row's own token is not its last visible one"
+            yield tuple(int(tokens[key]) for key in context)
+
+
+NextProbs = Callable[[History], Sequence[float]]  # all tokens so far -> the next token's distribution
+Joint = dict[tuple[int, ...], float]  # sequences of tokens -> probability
+
+EXACT = 1e-12  # largest difference of probabilities that rounding explains
+
+NODE_KINDS = ("dense", "rational", "zeros", "equal supports", "disjoint", "tie", "near", "one-hot", "both one-hot")
+FULL_SUPPORT = ("dense", "rational", "tie", "near")  # kinds without zeros
+MIXED = ("dense",) * 6 + NODE_KINDS
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Target and draft distributions for every context; the context determines their kind.
+
+    kinds: the `NODE_KINDS` that occur; repeated ones occur more often.
+    """
+
+    seed: int
+    vocab_size: int
+    kinds: tuple[str, ...] = MIXED
+
+    def target(self, history: History) -> Sequence[float]:
+        """Return the target's logits."""
+        return _logits(self, history)[0]
+
+    def draft(self, history: History) -> Sequence[float]:
+        """Return the draft's logits."""
+        return _logits(self, history)[1]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _logits(pair: Pair, history: History) -> tuple[tuple[float, ...], ...]:
+    """Return the target's logits after a history, and the draft's. Cached: an enumeration needs the same ones often."""
+    rng = np.random.default_rng([pair.seed, pair.vocab_size, *history])
+    kind = pair.kinds[rng.integers(len(pair.kinds))]
+    shift = rng.uniform(-1, 2)  # logits of both signs, for penalties that look at the sign
+    distributions = two_distributions(kind, pair.vocab_size, rng)
+    return tuple(tuple(math.log(p) + shift if p > 0 else -math.inf for p in each.tolist()) for each in distributions)
+
+
+def two_distributions(kind: str, vocab_size: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Draw one (p, q) of a kind."""
+    p, q = rng.dirichlet(np.ones(vocab_size), size=2)
+    mask = _proper_subset(vocab_size, rng)
+    match kind:
+        case "rational":
+            p, q = (rng.integers(1, 4, vocab_size).astype(float) for _ in range(2))
+        case "zeros":
+            p, q = p * mask, q * _proper_subset(vocab_size, rng)
+        case "equal supports":
+            p, q = p * mask, q * mask
+        case "disjoint":
+            p, q = p * mask, q * ~mask
+        case "tie":
+            q = p
+        case "near":
+            q = p + 0.02 * q
+        case "one-hot":
+            p, q = (p, _one_hot(vocab_size, rng)) if rng.random() < 0.5 else (_one_hot(vocab_size, rng), q)
+        case "both one-hot":
+            p, q = _one_hot(vocab_size, rng), _one_hot(vocab_size, rng)
+    return p / p.sum(), q / q.sum()
+
+
+def _proper_subset(size: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw a mask with at least one True and one False."""
+    mask = np.zeros(size, dtype=bool)
+    mask[rng.permutation(size)[: rng.integers(1, size)]] = True
+    return mask
+
+
+def _one_hot(size: int, rng: np.random.Generator) -> np.ndarray:
+    mask = np.zeros(size)
+    mask[rng.integers(size)] = 1.0
+    return mask
+
+
+def softmax(logits: Sequence[float]) -> list[float]:
+    """Return the distribution of logits."""
+    top = max(logits)
+    weights = [math.exp(logit - top) for logit in logits]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
+
+
+def joint_distribution(
+    distribution: NextProbs, start: History, length: int, is_over: Callable[[History], bool]
+) -> Joint:
+    """Return the distribution of the next `length` tokens after `start`, drawn one by one up to an end."""
+    return completed({(): 1.0}, distribution, start, length, is_over)
+
+
+def completed(
+    outcomes: Mapping[tuple[int, ...], float],
+    distribution: NextProbs,
+    start: History,
+    length: int,
+    is_over: Callable[[History], bool],
+) -> Joint:
+    """Continue every outcome with `distribution` until it has `length` tokens or is over."""
+    joint: Joint = {}
+    pending = list(outcomes.items())
+    while pending:
+        tokens, probability = pending.pop()
+        if len(tokens) >= length or (tokens and is_over(tokens)):
+            joint[tokens] = joint.get(tokens, 0.0) + probability
+            continue
+        for token, weight in enumerate(distribution((*start, *tokens))):
+            if weight > 0:
+                pending.append(((*tokens, token), probability * weight))
+    return joint
+
+
+def deviation(first: Mapping[tuple[int, ...], float], second: Mapping[tuple[int, ...], float]) -> float:
+    """Return the largest difference of two distributions' probabilities."""
+    return max(abs(first.get(key, 0.0) - second.get(key, 0.0)) for key in {*first, *second})
+
 
 Outcome = TypeVar("Outcome", bound=Hashable)
 

@@ -27,8 +27,16 @@ from speculant.drafting import (
     complete,
 )
 from speculant.engine import Engine, EngineOptions, build_verifiers, method_name
-from speculant.lab.exactness.enumeration import Case, TooManyWaysError, enumerate_case
-from speculant.lab.exactness.tables import EXACT, FULL_SUPPORT, History, Pair, TableModel
+from speculant.lab.exactness.enumeration import (
+    EXACT,
+    FULL_SUPPORT,
+    Case,
+    History,
+    Pair,
+    TableModel,
+    TooManyWaysError,
+    enumerate_case,
+)
 from speculant.lengths import Fixed
 from speculant.params import SamplingParams
 from speculant.sampling import Chances, KeyedChances
@@ -37,6 +45,8 @@ from speculant.verification import Verifier
 
 MakeCache = Callable[[CacheShape], KVCache]
 MakeDrafter = Callable[[Pair, Chances, Limits, MakeCache], Drafter]
+# Settings that shape a distribution.
+SHAPING = (*("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),)
 TRIAL = 8  # a drafter that works on tables drafts within this number of tokens
 APART = 1_000_000  # distance of the seeds of a pair and of the tables of further draft models
 
@@ -60,8 +70,8 @@ class Likeliest(StatelessDrafter):
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`."""
         return [self._chain(tuple(request.tokens), limit) for request, limit in zip(requests, limits, strict=True)]
 
     def _chain(self, history: History, limit: int) -> DraftTree:
@@ -84,8 +94,8 @@ class Separate(StatelessDrafter):
         self._drafters[request.seq_id] = self._make()
         self._drafters[request.seq_id].begin(request)
 
+    @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        """See `Drafter.propose`."""
         pairs = zip(requests, limits, strict=True)
         return [tree for request, limit in pairs for tree in self._drafters[request.seq_id].propose([request], [limit])]
 
@@ -108,9 +118,8 @@ def choose_draft(spec: SpeculativeConfig, verifiers: Mapping[str, Verifier]) -> 
         needs, why = DrafterNeeds(), f"{type(error).__name__}: {error}"
     if not why:
         return TableDrafter(f"{name}, around tables", make, needs)
-    return TableDrafter(
-        f"a table's likeliest tokens, as {name} can't draft from tables ({why})", likeliest, Likeliest.needs
-    )
+    about = f"a table's likeliest tokens, as {name} can't draft from tables ({why})"
+    return TableDrafter(about, lambda pair, *_: Likeliest(pair), Likeliest.needs)
 
 
 def of_method(spec: SpeculativeConfig) -> MakeDrafter:
@@ -137,11 +146,6 @@ def of_method(spec: SpeculativeConfig) -> MakeDrafter:
         return Separate(lambda: complete(plugin.build(context))) if separate else drafter
 
     return make
-
-
-def likeliest(pair: Pair, chances: Chances, limits: Limits, make_cache: MakeCache) -> Drafter:
-    """Make a `Likeliest`."""
-    return Likeliest(pair)
 
 
 def build_case(
@@ -251,16 +255,7 @@ def claims(requests: Mapping[str, Request], cases: int) -> list[Claim]:
 
 def on_tables(params: SamplingParams) -> SamplingParams:
     """Return the settings without token ids, texts and ends."""
-    kept = (
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-    )
-    return SamplingParams(max_tokens=None, **{name: getattr(params, name) for name in kept})
+    return SamplingParams(max_tokens=None, **{name: getattr(params, name) for name in SHAPING})
 
 
 def prove(

@@ -24,7 +24,7 @@ from speculant.errors import ConfigError, ModelError
 from speculant.files import read_json
 from speculant.lab.quantize.check import check_model, check_tokenizer
 from speculant.lab.quantize.gguf import read_file, read_folder, write_gguf
-from speculant.models import RoundsWeights, TensorFiles, find_backends, read_plain
+from speculant.models import RoundsWeights, find_backends, open_folder, read_plain
 
 GROUP = 32
 _BITS = {"int4": 4, "int8": 8}
@@ -52,7 +52,7 @@ def write_folder(source: Path, type_: str, backend: RoundsWeights, out: Path, be
             f"a folder holds weights in {' or '.join(_BITS)}, and {type_} is a format of GGUF files",
             "name a file OUT.gguf, or another --type.",
         )
-    files, config = TensorFiles.open(source), read_json(source / "config.json")
+    files, config = open_folder(source), read_json(source / "config.json")
     if files.quantised_kinds():
         raise ModelError(f"{source} has quantised weights", "use the checkpoint that they were made from.")
     made, ignored = dict[str, Tensor](), list[str]()

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from typing_extensions import override
 
 from speculant.errors import ConfigError, suggest
 from speculant.gguf_file import name_of
-from speculant.lab.training.heads import kinds
-
-if TYPE_CHECKING:
-    from speculant.lab.training.heads.objective import HeadKind
 
 MIN_VOCABULARY = 257  # every byte, and the end of text
 MOST_NUMBERS = 2**34  # weights of a network, or logits of a step: 64 GiB in float32
-MOST_DRAFTS, MOST_PARALLEL = 8, 32
-_WHOLE_NUMBERS = {
-    "steps": (1, 10**9), "vocab_size": (1, 10**7), "hidden": (1, 10**5), "intermediate": (1, 10**6),
-    "layers": (1, 10**4), "heads": (1, 10**4), "kv_heads": (1, 10**4), "max_positions": (1, 10**9), "seq": (1, 10**7),
-    "batch": (1, 10**7), "warmup": (1, 10**9), "seed": (0, 2**63 - 1),
+# the least and the greatest values of fields; those of whole numbers are whole
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "steps": (1, 10**9), "minutes": (1e-6, 1e7), "save_minutes": (1e-6, 1e7), "vocab_size": (1, 10**7),
+    "hidden": (1, 10**5), "intermediate": (1, 10**6), "layers": (1, 10**4), "heads": (1, 10**4),
+    "kv_heads": (1, 10**4), "max_positions": (1, 10**9), "seq": (1, 10**7), "batch": (1, 10**7), "warmup": (1, 10**9),
+    "seed": (0, 2**63 - 1), "matrix_lr": (1e-12, 1e3), "embedding_lr": (1e-12, 1e3), "vector_lr": (1e-12, 1e3),
+    "boosted": (1, 8), "parallel": (1, 32), "known_share": (0.0, 1.0), "tokens": (1, 10**12),
+    "temperature": (0.0, 100.0), "cache_gib": (1e-6, 1e6), "num_heads": (1, 64), "num_layers": (1, 64),
+    "inner": (1, 10**6), "depth": (1, 16), "draft_vocab": (1, 10**7),
 }  # fmt: skip
-_NUMBERS = {
-    "minutes": (1e-6, 1e7), "save_minutes": (1e-6, 1e7), "matrix_lr": (1e-12, 1e3), "embedding_lr": (1e-12, 1e3),
-}  # fmt: skip
-_OPTIONAL = ("minutes", "steps")
 
 # fields of several kinds, with the help texts of their flags
 _Minutes = Annotated[float | None, "End after this many minutes of training, at a learning rate of zero."]
@@ -92,6 +86,20 @@ class RunConfig:
     run_command: ClassVar[str]
     arguments: ClassVar[tuple[str, ...]] = ()  # fields that are arguments of the command, not flags
     changeable: ClassVar[frozenset[str]] = frozenset({"minutes", "steps", "save_minutes", "device"})  # to resume a run
+
+    def check_numbers(self) -> None:
+        """Check that numbers are of their kinds and in their ranges; NaN is in no range. Raises ConfigError."""
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.name not in _RANGES or (value is None and field.default is None):
+                continue
+            least, most = _RANGES[field.name]
+            kind = int if isinstance(least, int) else int | float
+            if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
+                raise ConfigError(
+                    f"--{field.name.replace('_', '-')} is {value}",
+                    f"give a {'whole ' * (kind is int)}number from {least} to {most}, or leave it out.",
+                )
 
     @property
     def schedule(self) -> TrainingSchedule:
@@ -159,7 +167,7 @@ class TrainingConfig(RunConfig):
     run_command: ClassVar[str] = "speculant train lm"
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
+        self.check_numbers()
         _check_network(self)
         _check_memory(self)
         if self.vocab_size < MIN_VOCABULARY:
@@ -174,24 +182,6 @@ class TrainingConfig(RunConfig):
     def settings(self) -> dict[str, Any]:
         names = ("seed", "batch", "seq", "warmup", "matrix_lr", "embedding_lr")
         return {"distilled": self.distill_from is not None, **{name: getattr(self, name) for name in names}}
-
-
-def _check_numbers(config: TrainingConfig) -> None:
-    """Check kinds and ranges; NaN is in no range."""
-    for name in (*_WHOLE_NUMBERS, *_NUMBERS):
-        value, whole = getattr(config, name), name in _WHOLE_NUMBERS
-        if value is None and name in _OPTIONAL:
-            continue
-        least, most = _WHOLE_NUMBERS[name] if whole else _NUMBERS[name]
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int if whole else int | float)
-            or not least <= value <= most
-        ):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is {value}",
-                f"give a {'whole ' * whole}number from {least} to {most}, or leave it out.",
-            )
 
 
 def _check_memory(config: TrainingConfig) -> None:
@@ -247,14 +237,12 @@ class TargetRunConfig(RunConfig):
     chat: bool
     cache_gib: float
 
-    ranges: ClassVar[Mapping[str, tuple[float, float]]]
     changeable: ClassVar[frozenset[str]] = RunConfig.changeable | {"data"}
 
     def __post_init__(self) -> None:
-        for name, (least, most) in self.ranges.items():
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not least <= value <= most):
-                raise ConfigError(f"{name}={value!r} is not from {least:g} to {most:g}", f"change {name}.")
+        self.check_numbers()
+        if self.seq < 8:
+            raise ConfigError(f"texts of {self.seq} tokens are too short", "give --seq 8 or more.")
 
     @property
     def target_name(self) -> str:
@@ -307,25 +295,19 @@ class BoostedConfig(TargetRunConfig):
 
     run_command: ClassVar[str] = "speculant train draft"
     changeable: ClassVar[frozenset[str]] = TargetRunConfig.changeable | {"boosted"}
-    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
-        "boosted": (1, MOST_DRAFTS), "known_share": (0, 1), "tokens": (1, 10**12), "seq": (8, 10**6),
-        "temperature": (0, 100), "cache_gib": (1e-6, 1e6),
-    }  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_parallel()
-        _ = self.schedule, self.network()
-
-    def _check_parallel(self) -> None:
-        most = min(MOST_PARALLEL, self.seq - 1)
-        if isinstance(self.parallel, bool) or not 1 <= self.parallel <= most:
-            raise ConfigError(f"parallel={self.parallel!r} is not from 1 to {most}", "change parallel or seq.")
+        if self.parallel >= self.seq:
+            raise ConfigError(
+                f"texts of {self.seq} tokens have no place for --parallel {self.parallel}", "raise --seq."
+            )
         if self.parallel > 1 and self.boosted > 1:
             raise ConfigError(
                 f"boosted={self.boosted} drafts can't be trained with parallel={self.parallel}",
                 "leave one of the two out: a draft that predicts several tokens in one pass is used alone.",
             )
+        _ = self.schedule, self.network()
 
     def network(self, max_positions: int | None = None) -> TrainingConfig:
         """Return the network of a draft as the configuration of a language model."""
@@ -370,35 +352,20 @@ class HeadTrainingConfig(TargetRunConfig):
     device: _Device = "cpu"
 
     run_command: ClassVar[str] = "speculant train head"
-    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
-        "minutes": (1e-6, 1e7), "steps": (1, 10**9), "tokens": (1, 10**12), "seq": (8, 10**6), "batch": (1, 10**6),
-        "temperature": (0, 100), "cache_gib": (1e-6, 1e6), "num_heads": (1, 64), "num_layers": (1, 64),
-        "inner": (1, 10**6), "depth": (1, 16), "draft_vocab": (1, 10**7), "matrix_lr": (1e-12, 1e3),
-        "vector_lr": (1e-12, 1e3), "seed": (0, 2**63 - 1), "save_minutes": (1e-6, 1e7), "warmup": (1, 10**9),
-    }  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.kind not in (known := kind_names()):
-            raise ConfigError(f"there is no kind of head called {self.kind!r}", suggest(str(self.kind), known))
+        from speculant.lab.training.heads import KINDS
+
+        if self.kind not in KINDS:
+            raise ConfigError(f"there is no kind of head called {self.kind!r}", suggest(str(self.kind), KINDS))
         super().__post_init__()
-        if self.draft_vocab is not None and not load_kind(self.kind).own_output_head:
-            able = [name for name in known if load_kind(name).own_output_head]
+        if self.draft_vocab is not None and not KINDS[self.kind].own_output_head:
+            able = [name for name, kind in KINDS.items() if kind.own_output_head]
             raise ConfigError(
                 f"heads of the kind {self.kind} have no output head of their own",
                 f"leave out --draft-vocab, or train one of the kind {' or '.join(able)}.",
             )
         _ = self.schedule
-
-
-def kind_names() -> list[str]:
-    """Return the names of all kinds of heads."""
-    return sorted(module.name for module in pkgutil.iter_modules(kinds.__path__))
-
-
-def load_kind(name: str) -> HeadKind:
-    """Return a kind of heads."""
-    found: HeadKind = importlib.import_module(f"{kinds.__name__}.{name}").KIND
-    return found
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Text files for training: their split, their tokens, and windows of these.
+"""Text files for training: their split, their tokens, windows of these, and counts.
 
 A fixed split holds some of the files out. The tokenizer is a byte-level BPE in the format of Hugging Face checkpoints.
 Windows are sections of equal length of a shuffled stream of documents:
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,6 +120,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def choose_tokenizer(out: Path, given: Path | None, train: Callable[[], Tokenizer]) -> Tokenizer:
+    """Load the given or the run's own tokenizer; if there is none, train one and save it in `out`."""
+    own = out / "tokenizer.json"
+    if given or own.exists():
+        return load_tokenizer(given or out)
+    tokenizer = train()
+    tokenizer.save(str(own))
+    return tokenizer
+
+
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Load tokenizer.json from a folder. Raises ConfigError if it isn't there or has no END_OF_TEXT."""
     path = folder / "tokenizer.json"
@@ -206,3 +216,60 @@ def held_out_windows(documents: Sequence[NDArray[np.int64]], length: int, end_of
         for document in documents
         for first in range(0, len(document), length)
     ]
+
+
+BATCH = 2**22  # pairs that are counted at a time: 32 MB
+
+
+@dataclass(frozen=True)
+class BigramCounts:
+    """tokens [V]: counts of each. pairs [m], ascending: first * V + second of each pair; counts [m] of the pairs."""
+
+    tokens: NDArray[np.int64]
+    pairs: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+
+def count_bigrams(sequences: Iterable[Sequence[int]], vocab_size: int) -> BigramCounts:
+    """Count tokens and neighbours; raises ConfigError for a token beyond the vocabulary, or if there is no pair."""
+    tokens = np.zeros(vocab_size, dtype=np.int64)
+    pairs = counts = np.zeros(0, dtype=np.int64)
+    pending, num_pending = list[NDArray[np.int64]](), 0
+    for sequence in sequences:
+        own = _checked(sequence, vocab_size)
+        tokens += np.bincount(own, minlength=vocab_size)
+        pending.append(own[:-1] * vocab_size + own[1:])
+        num_pending += len(pending[-1])
+        if num_pending >= BATCH:
+            pairs, counts = _add(pairs, counts, np.concatenate(pending))
+            pending, num_pending = [], 0
+    pairs, counts = _add(pairs, counts, np.concatenate([*pending, pairs[:0]]))
+    if not len(pairs):
+        raise ConfigError("the files hold no two tokens in a row", "name files with text.")
+    return BigramCounts(tokens, pairs, counts)
+
+
+def count_tokens(sequences: Iterable[Sequence[int]], vocab_size: int) -> NDArray[np.int64]:
+    """Return the count of each token [V]; raises ConfigError for a token beyond the vocabulary."""
+    tokens = np.zeros(vocab_size, dtype=np.int64)
+    for sequence in sequences:
+        tokens += np.bincount(_checked(sequence, vocab_size), minlength=vocab_size)
+    return tokens
+
+
+def _checked(sequence: Sequence[int], vocab_size: int) -> NDArray[np.int64]:
+    if len(sequence) and not 0 <= min(sequence) <= max(sequence) < vocab_size:
+        raise ConfigError(
+            f"the files have the token {max(sequence)} and the vocabulary has {vocab_size}",
+            "name the model of these tokens.",
+        )
+    return np.array(sequence, dtype=np.int64)
+
+
+def _add(
+    pairs: NDArray[np.int64], counts: NDArray[np.int64], more: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Count more pairs."""
+    found, inverse = np.unique(np.concatenate((pairs, more)), return_inverse=True)
+    weights = np.concatenate((counts, np.ones(len(more), dtype=np.int64)))
+    return found, np.bincount(inverse, weights=weights, minlength=len(found)).astype(np.int64)

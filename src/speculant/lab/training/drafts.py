@@ -1,6 +1,11 @@
 """Training of drafts on a target's texts: several for one tree, or one that drafts several tokens in one pass.
 
 Of several drafts, each learns the tokens that the drafts before miss (arXiv 2305.09781, 3).
+
+A draft of several tokens in one pass learns from masks: PARD (arXiv 2504.18583). At the tokens of a text, it learns as
+any draft does. Some of the tokens are each followed by a chain of masks. A mask sees the text up to this token, and the
+earlier masks of its chain. The mask t places after the token stands for the text's own token at that place, and learns
+the target's distribution after it. So one pass over a text trains all depths of a draft at many places.
 """
 
 from __future__ import annotations
@@ -8,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,27 +24,37 @@ from typing_extensions import override
 
 from speculant.files import read_json
 from speculant.lab.training.config import BoostedConfig
-from speculant.lab.training.losses import Objective, OutputHead, chunks, distribution_distance
+from speculant.lab.training.heads import look_ahead_mask
+from speculant.lab.training.losses import OutputHead, chunks, distribution_distance, overlap_parts
 from speculant.lab.training.network import (
+    attend_masked,
     hf_config,
+    hidden_states,
+    load_plain,
     new_network,
     parameter_count,
     project_embedding,
     save_weights,
     tie_stored,
+    within_window,
 )
-from speculant.lab.training.parallel import ParallelObjective, overlap_by_depth, with_mask
-from speculant.lab.training.passes import hidden_states, load_plain
-from speculant.lab.training.runs import SILENT, Show, TrainingRun, begin_folder, model_card
-from speculant.lab.training.texts import Texts, open_texts
-from speculant.lab.training.trainer import FILE_NAME, Trainer
-from speculant.lab.training.written_texts import prepare_texts
-from speculant.models import MASK, Decoder, read_model_config, resolve_folder, resolve_source
+from speculant.lab.training.target_texts import Texts, prepare_texts
+from speculant.lab.training.trainer import (
+    FILE_NAME,
+    SILENT,
+    Objective,
+    Show,
+    Trainer,
+    TrainingRun,
+    begin_folder,
+    model_card,
+)
+from speculant.models import MASK, Attention, Decoder, Learned, read_model_config, resolve_folder, resolve_source
 
 MEASURED = "measured.json"
 WARM = 0.25  # of the peak rates, for a draft that begins with trained weights
 _OF_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
-_AT_A_TIME = 8  # texts of a pass
+_TEXTS_A_PASS = 8  # texts of a pass
 
 
 @dataclass(frozen=True)
@@ -89,8 +104,7 @@ class DraftsRun:
         begin_folder(config.out, resume, config.folder(1))
         with self.show.doing("Loading the target"):
             target = load_plain(config.target)
-        prepare_texts(config, target.hidden_size, self.show)
-        texts = open_texts(config.out, target)
+        texts = prepare_texts(config, target, self.show)
         runs = [DraftRun(config, number, target, texts, self.show) for number in range(1, config.boosted + 1)]
         return DraftsOutcome(
             [run.read_outcome() or run.carry_out(resume and (run.folder / FILE_NAME).exists()) for run in runs]
@@ -130,7 +144,7 @@ class DraftRun(TrainingRun[BoostedConfig, BoostedOutcome]):
             objective = MissedObjective(target, texts, self._drafts(self.number - 1), config.known_share, config.seed)
         factor = 1.0 if source is None else WARM
         rates = factor * config.matrix_lr, factor * config.embedding_lr
-        return self._trainer(model, texts, objective, rates, config.settings() | {"number": self.number})
+        return Trainer(config, self.folder, model, texts, objective, rates, config.settings() | {"number": self.number})
 
     @cached_property
     def _hf_config(self) -> dict[str, Any]:
@@ -198,12 +212,13 @@ def measure(drafts: Sequence[Decoder], target: Decoder, texts: Texts) -> dict[st
     head, places = OutputHead.of(target), torch.arange(texts.num_training, len(texts.tokens))
     first_head, last_head = (OutputHead.of(drafts[place], target.vocab_size) for place in (0, -1))
     sums, rows = dict.fromkeys(("alpha", "agreement", "covered", "alone"), 0.0), 0
-    for part in torch.split(places, _AT_A_TIME):
+    for part in torch.split(places, _TEXTS_A_PASS):
         tokens, own = texts.tokens[part], texts.states_of(part).flatten(0, 1)
         known = known_rows(drafts, tokens, likeliest(own, head))
         last, first = hidden_states(drafts[-1], tokens), hidden_states(drafts[0], tokens)
-        sums["alpha"] += overlap_and_ranks(last, own, (last_head, head), 1)[0]
-        sums["alone"] += overlap_and_ranks(first, own, (first_head, head), len(drafts))[1]
+        sums["alpha"] += sum(float(alpha) for _, alpha, _ in overlap_parts(last[None], own, head, 1, last_head))
+        ranks = overlap_parts(first[None], own, head, len(drafts), first_head)
+        sums["alone"] += sum(int(counts.sum()) for _, _, counts in ranks)
         sums["agreement"] += int(known[-1].sum())
         sums["covered"] += int(known.any(0).sum())
         rows += len(own)
@@ -256,23 +271,6 @@ def known_rows(drafts: Sequence[Decoder], tokens: Tensor, best: Tensor) -> Tenso
     return torch.stack(found) if found else torch.zeros(1, len(best), dtype=torch.bool)
 
 
-@torch.no_grad()
-def overlap_and_ranks(
-    draft: Tensor, target: Tensor, heads: tuple[OutputHead, OutputHead], ranks: int
-) -> tuple[float, int]:
-    """Compare the states [r, hidden] of a draft and of its target; heads: the output heads of both.
-
-    Returns the sum over rows of sum min(p, q), and the number of rows whose likeliest token of the target is among the
-    draft's `ranks` likeliest ones.
-    """
-    common, found = 0.0, 0
-    for rows in chunks(len(draft)):
-        q, p = heads[0].logits(draft[rows]).softmax(-1), heads[1].logits(target[rows]).softmax(-1)
-        common += float(torch.minimum(p, q).sum())
-        found += int((q.topk(ranks).indices == p.argmax(-1, keepdim=True)).sum())
-    return common, found
-
-
 def _card(config: BoostedConfig, outcome: BoostedOutcome) -> str:
     before = "all tokens" if outcome.number == 1 else "the tokens that no draft before it predicts"
     use = "to be used in one tree" if config.parallel == 1 else f"which predicts {config.parallel} tokens in one pass"
@@ -303,3 +301,102 @@ def _mask_entries(model: Decoder) -> dict[str, Any]:
     """Return the entries of config.json of a model with a mask token."""
     mask = model.config.embedding.mask
     return {} if mask is None else {MASK: mask, "spd_type": "pard", "vocab_size": model.vocab_size}
+
+
+STRIDE = 4  # tokens from one chain of masks to the next, on average
+
+
+class ParallelObjective(Objective):
+    """The distance of a draft's distributions from the target's, at the tokens and at `depth` - 1 masks after some.
+
+    Windows are texts [b, 1 + n] with their places first (`Texts.batch`).
+    """
+
+    name = "distance to the target"
+
+    def __init__(self, target: Decoder, texts: Texts, depth: int, seed: int = 0) -> None:
+        self._output, self._texts, self._depth, self._seed = OutputHead.of(target).fixed(), texts, depth, seed
+
+    @override
+    def loss(self, model: Decoder, windows: Tensor, progress: float) -> Tensor:
+        tokens = windows[:, 1:]
+        own = self._texts.states_of(windows[:, 0])
+        generator = torch.Generator().manual_seed(self._seed + int(windows[:, 0].sum()))
+        count = tokens.shape[1] - self._depth + 1
+        places = torch.randperm(count, generator=generator)[: max(1, count // STRIDE)].sort().values
+        plain, masked = masked_states(model, tokens, places, self._depth - 1)
+        hidden = torch.cat((plain.flatten(0, 1), masked.flatten(0, 2)))
+        targets = torch.cat((own.flatten(0, 1), own[:, _predicted(places, self._depth)].flatten(0, 2)))
+        head = OutputHead.of(model, len(self._output.matrix))
+        return distribution_distance(hidden, head, targets, self._output, progress)
+
+
+def masked_states(model: Decoder, tokens: Tensor, places: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the states of tokens [b, n], [b, n, hidden], and of `count` masks after places [m], [b, m, count, hidden].
+
+    Masks see no other place's masks, and no token sees a mask.
+    """
+    mask, (batch, length) = model.config.embedding.mask, tokens.shape
+    assert mask is not None
+    extended = torch.cat((tokens, tokens.new_full((batch, len(places) * count), mask)), dim=1)
+    own = torch.arange(length)
+    positions = torch.cat((own, (places[:, None] + 1 + torch.arange(count)).flatten()))
+    seen = {
+        layer.attention.window: _seen(length, places, count, layer.attention.window) for layer in model.config.layers
+    }
+
+    def attend(layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, learned: Learned) -> Tensor:
+        return attend_masked(of, query, key, value, seen[of.window], learned)
+
+    *_, last = model.states(model.look_up(extended), positions, attend, tokens=extended)
+    states: Tensor = model.model.norm(last)
+    return states[:, :length], states[:, length:].view(batch, len(places), count, -1)
+
+
+def _seen(length: int, places: Tensor, count: int, window: int | None) -> Tensor:
+    """Return which keys each row sees [n + m * count, n + m * count]: tokens first, then the chains of masks."""
+    own, masks = torch.arange(length), len(places) * count
+    tokens = torch.cat((within_window(own, own, window), torch.zeros(length, masks, dtype=torch.bool)), 1)
+    return torch.cat((tokens, look_ahead_mask(length, places, count, window)))
+
+
+def _predicted(places: Tensor, depth: int) -> Tensor:
+    """Return the positions [m, depth - 1] whose distributions the masks after places [m] learn."""
+    return places[:, None] + 1 + torch.arange(depth - 1)
+
+
+@torch.inference_mode()
+def overlap_by_depth(model: Decoder, target: Decoder, texts: Texts, depth: int) -> list[float]:
+    """Return the mean of sum min(p, q) at each depth of a draft, on the held-out texts, at every STRIDE-th place."""
+    output = OutputHead.of(target)
+    head, sums, rows = OutputHead.of(model, len(output.matrix)), torch.zeros(depth), 0
+    places = torch.arange(0, texts.tokens.shape[1] - depth + 1, STRIDE)
+    for part in torch.split(torch.arange(texts.num_training, len(texts.tokens)), _TEXTS_A_PASS):
+        own = texts.states_of(part)
+        plain, masked = masked_states(model, texts.tokens[part], places, depth - 1)
+        drafted = torch.cat((plain[:, places, None], masked), 2).flatten(0, 1)  # [b * m, depth, hidden]
+        wanted = own[:, places[:, None] + torch.arange(depth)].flatten(0, 1)
+        for t, alpha, _ in overlap_parts(drafted.transpose(0, 1), wanted.transpose(0, 1), output, 1, head):
+            sums[t] += alpha
+        rows += len(drafted)
+    return [float(total) / rows for total in sums]
+
+
+def with_mask(model: Decoder) -> Decoder:
+    """Return the model with one more row in its table and its output head, for a mask token, if it has no mask yet.
+
+    The new row is the mean of the table; the model draws the mask hardly ever.
+    """
+    if model.config.embedding.mask is not None:
+        return model
+    size = model.vocab_size
+    embedding = replace(model.config.embedding, vocab_size=size + 1, mask=size)
+    made = Decoder(replace(model.config, embedding=embedding))
+    with torch.no_grad():
+        theirs = dict(model.named_parameters())
+        for name, parameter in made.named_parameters():
+            own = theirs[name]
+            parameter[: len(own)] = own
+            if len(parameter) > len(own):
+                parameter[len(own)] = own.mean(0)
+    return made

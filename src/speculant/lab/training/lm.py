@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,23 +16,26 @@ from speculant.errors import ConfigError
 from speculant.lab.training.config import TrainingConfig
 from speculant.lab.training.corpus import (
     HELD_OUT_PERCENT,
-    Corpus,
     Windows,
+    choose_tokenizer,
     encode,
     end_of_text,
     held_out_windows,
     line_starts,
-    load_tokenizer,
     read_corpus,
     standard_library,
     train_tokenizer,
 )
-from speculant.lab.training.evaluation import Overlap, evaluate, overlap
-from speculant.lab.training.losses import DistillObjective, TextObjective
-from speculant.lab.training.network import export_model, hf_config, new_network, parameter_count, project_embedding
-from speculant.lab.training.passes import load_plain
-from speculant.lab.training.runs import TrainingRun, model_card
-from speculant.lab.training.trainer import Trainer
+from speculant.lab.training.losses import DistillObjective, Overlap, TextObjective, evaluate, overlap
+from speculant.lab.training.network import (
+    export_model,
+    hf_config,
+    load_plain,
+    new_network,
+    parameter_count,
+    project_embedding,
+)
+from speculant.lab.training.trainer import Trainer, TrainingRun, model_card
 from speculant.models import Decoder
 
 
@@ -75,19 +78,11 @@ class LanguageRun(TrainingRun[TrainingConfig, Outcome]):
         with doing("Reading the text files"):
             corpus = read_corpus(config.data or (standard_library(),), config.suffix)
         with doing("Making the tokenizer"):
-            tokenizer = self._tokenizer(corpus)
+            training = (document.text for document in corpus.training)
+            train = partial(train_tokenizer, training, config.vocab_size)
+            tokenizer = choose_tokenizer(config.out, config.distill_from or config.tokenizer, train)
         with doing("Tokenising"):
             return TokenisedCorpus(tokenizer, encode(tokenizer, corpus.training), encode(tokenizer, corpus.held_out))
-
-    def _tokenizer(self, corpus: Corpus) -> Tokenizer:
-        """Load the target's, the given or the run's own tokenizer; if there is none, train and save one."""
-        config, own = self.config, self.config.out / "tokenizer.json"
-        given = config.distill_from or config.tokenizer or (config.out if own.exists() else None)
-        if given:
-            return load_tokenizer(given)
-        tokenizer = train_tokenizer((document.text for document in corpus.training), config.vocab_size)
-        tokenizer.save(str(own))
-        return tokenizer
 
     @override
     def carry_out(self, resume: bool = False) -> Outcome:
@@ -101,7 +96,9 @@ class LanguageRun(TrainingRun[TrainingConfig, Outcome]):
         model, target = new_network(hf, config.seed), self._target()
         if target:
             project_embedding(model, target)
-        return self._trainer(
+        return Trainer(
+            config,
+            self.folder,
             model,
             self._windows(),
             DistillObjective(target) if target else TextObjective(),

@@ -78,11 +78,6 @@ class Backend(Computes, Protocol):
     priority: int
     row_invariant: bool
 
-    @property
-    def sampler(self) -> Sampler:
-        """The sampler: distributions and draws."""
-        ...
-
     def why_not(self, config: DecoderConfig) -> str | None:
         """Return why this backend can't compute a model, devices and dtypes aside; None if it can."""
         ...

@@ -51,7 +51,6 @@ from speculant.models.base import (
     CausalLM,
     Chain,
     Hidden,
-    KeepsScratch,
     ModelNeeds,
     check_embeddings,
     check_sources,
@@ -60,7 +59,7 @@ from speculant.models.base import (
     known,
 )
 from speculant.models.description import DecoderConfig
-from speculant.models.heads import HeadConfig, HeadHost, LinearHost, RoundsHeads
+from speculant.models.heads import HeadConfig, HeadHost, StateEntry
 from speculant.models.native.packed import PackedDecoder, embedding, linear
 from speculant.models.native.program import Buffers, EncoderProgram, NativeLinears, Program, SourceKeys, scratch_bytes
 from speculant.models.positions import Rotary
@@ -306,7 +305,7 @@ class Layout(NamedTuple):
     owners: tuple[object, ...]
 
 
-class NativeDecoder(BackendModel, KeepsScratch, HeadHost, RoundsHeads, LinearHost):
+class NativeDecoder(BackendModel, HeadHost):
     """A decoder whose weights are packed as they are read. Activations are float32 for every type of weights.
 
     dtype, float32 or bfloat16, is that of the cache, unless `storing_keys_as` chooses another one; for weights, see
@@ -435,9 +434,9 @@ class NativeDecoder(BackendModel, KeepsScratch, HeadHost, RoundsHeads, LinearHos
 
     @override
     def attach(self, config: HeadConfig, weights: WeightSource) -> CausalLM:
-        from speculant.models.native.head import attach_head
+        from speculant.models.native.head import NativeBlockHead, NativeHead
 
-        return attach_head(config, weights, self)
+        return (NativeBlockHead if config.entry is StateEntry.CONTEXT else NativeHead)(config, weights, self)
 
     @override
     def rounding_heads(self, quantization: str) -> NativeDecoder:

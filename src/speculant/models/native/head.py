@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from speculant.cache import CacheShape, KVCache, KVStorage
 from speculant.kernels import Arena, Draft, Flag, Op, Weight
-from speculant.models.base import Batch, CausalLM, Chain, Hidden
+from speculant.models.base import Batch, Chain, Hidden
 from speculant.models.description import Columns, DecoderConfig, TensorMap
 from speculant.models.heads import HeadConfig, StateEntry, head_cache_shape
 from speculant.models.native.decoder import NativeDecoder
@@ -247,9 +247,3 @@ class NativeHead(NativeDecoder):
             draft.carried, draft.states = program.carried.data_ptr(), program.states.data_ptr()
             draft.state_size = self.hidden_size
         return program
-
-
-def attach_head(config: HeadConfig, weights: WeightSource, target: NativeDecoder) -> CausalLM:
-    """See `HeadHost.attach`."""
-    kind = NativeBlockHead if config.entry is StateEntry.CONTEXT else NativeHead
-    return kind(config, weights, target)

@@ -249,15 +249,6 @@ class ExpertMatrices:
 
     weights: Sequence[Weight]
 
-    def __post_init__(self) -> None:
-        types = {weight.type.name.lower() for weight in self.weights}
-        if len(types) > 1:
-            raise ModelError(
-                f"the experts of a layer are stored in different types ({', '.join(sorted(types))}), which is not"
-                " implemented",
-                "use a file whose experts have one type.",
-            )
-
     @cached_property
     def addresses(self) -> Tensor:
         """The address of each matrix."""

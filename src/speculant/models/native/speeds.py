@@ -114,11 +114,6 @@ def timed_bytes() -> int:
     return min(max(TIMED_BYTES, 2 * caches), MOST_TIMED_BYTES)
 
 
-def measure_gains(kernels: Kernels, depths: Sequence[int], num_bytes: int) -> dict[int, float]:
-    """Return the speed of linear layers with coded weights over that with plain ones, by rows."""
-    return gains_of(time_packings(kernels, depths, num_bytes))
-
-
 def gains_of(times: Times) -> dict[int, float]:
     """Return the gains, by rows, of the best times: other programs may delay most runs, but rarely all."""
     best = {key: sum(min(runs).elapsed_s for runs in layers.values()) for key, layers in times.items()}

@@ -32,7 +32,7 @@ from speculant.models.backends.base import (
 from speculant.models.base import CausalLM, ConvertsKeys, check_needs
 from speculant.models.config import text_config
 from speculant.models.description import DecoderConfig
-from speculant.models.gguf import GgufWeights, read_gguf_config, read_gguf_decoder
+from speculant.models.gguf import gguf_weights, read_gguf_config, read_gguf_decoder
 from speculant.models.sizes import TABLE, matrix_weights, tensor_shapes
 from speculant.models.source import (
     NO_RULES,
@@ -44,7 +44,7 @@ from speculant.models.source import (
     read_start_tokens,
     resolve_source,
 )
-from speculant.models.transformers import LoadedByTransformers, check_options, load_by_transformers
+from speculant.models.transformers import TransformersBackend, TransformersDecoder, check_options, load_by_transformers
 from speculant.models.vocabulary import TargetVocabulary, with_short_head
 from speculant.models.weights.formats import check_readable, quantization_of, unknown_family, with_options_beside
 from speculant.models.weights.source import (
@@ -56,12 +56,14 @@ from speculant.models.weights.source import (
 )
 from speculant.models.weights.tensors import (
     SCHEMES,
-    TensorFiles,
     check_layers,
     check_tensors,
+    open_folder,
     open_modules,
-    read_scheme,
+    renamed,
+    scheme_of,
     with_stored_head,
+    without_copies,
 )
 from speculant.params import SamplingParams
 
@@ -133,8 +135,8 @@ def load_model(
     place = check_loading(dtype, device, quantization, weight_packing, model_backend, kv_cache_dtype)
     folder = resolve_source(source, role, revision, download_dir)
     if model_backend != AUTO:
-        computed = load_by_transformers(folder, dtype, place, head_tokens, vocabulary)
-        return _checkpoint_of(computed, folder, role, _name(source, role, folder))
+        own, described = load_by_transformers(folder, dtype, place, head_tokens, vocabulary)
+        return _checkpoint_of(own, described, folder, role, _name(source, role, folder))
     files = CheckpointFiles.open(folder)
     config, tensors, decoder = files.config, files.tensors, files.decoder
     _check_rounding(tensors, quantization)
@@ -220,18 +222,18 @@ def _facts(
     return [str(dtype), str(quantization), str(decoder), options, *([str(vocabulary)] if vocabulary else [])]
 
 
-def _checkpoint_of(loaded: LoadedByTransformers, folder: Path, role: str, name: str) -> Checkpoint:
+def _checkpoint_of(model: TransformersDecoder, described: str, folder: Path, role: str, name: str) -> Checkpoint:
     """Return the checkpoint of a model that transformers computes, and say that it is slower."""
     config = read_json(folder / "config.json")
     whole = {**config, **_text_config(config)}
-    generation, ends, sampling = _read_settings(folder, whole, loaded.model.vocab_size)
+    generation, ends, sampling = _read_settings(folder, whole, model.vocab_size)
     logger.warning(
         "%s %s is computed by %s, as model_backend asks: slower than Speculant's own kernels, and a row's last bits"
         " depend on the batch, so speculation can change which of two nearly equal tokens is chosen",
-        role, name, loaded.description,
+        role, name, described,
     )  # fmt: skip
     return Checkpoint(
-        loaded.model, config, folder, loaded.dtype, ends, generation, sampling, name, loaded.description, loaded.backend
+        model, config, folder, model.network.dtype, ends, generation, sampling, name, described, TransformersBackend()
     )
 
 
@@ -256,7 +258,7 @@ class CheckpointFiles:
     @classmethod
     def open(cls, place: Path) -> CheckpointFiles:
         """Open a folder or a GGUF file. Raises ModelError."""
-        config, tensors, described = _open_folder(place) if place.is_dir() else _open_gguf(place)
+        config, tensors, described = _read_folder(place) if place.is_dir() else _read_gguf(place)
         files = cls(config, tensors, with_stored_head(described, tensors))
         check_tensors(files.tensors, files.decoder)
         return files
@@ -284,22 +286,22 @@ def read_description(config: Mapping[str, Any]) -> DecoderConfig:
     return decoder
 
 
-def _open_folder(folder: Path) -> tuple[dict[str, Any], StoredWeights, DecoderConfig]:
+def _read_folder(folder: Path) -> tuple[dict[str, Any], StoredWeights, DecoderConfig]:
     """Read config.json and the headers of the weights in a folder."""
     config = with_options_beside(text_config(read_json(folder / "config.json")), folder)
     _check_family(config)  # before the files are opened
-    scheme, decoder = read_scheme(config), read_description(config)
-    tensors = TensorFiles.open(folder)
-    tensors = tensors.renamed(decoder.tensors.stored(TABLE)).without_copies(decoder.tensors.copies)
+    scheme, decoder = scheme_of(config), read_description(config)
+    tensors = renamed(open_folder(folder), decoder.tensors.stored(TABLE))
+    tensors = without_copies(tensors, decoder.tensors.copies)
     check_layers(tensors, max(decoder.num_layers, len(decoder.encoder.layers) if decoder.encoder else 0))
     return (config, tensors, decoder) if scheme is None else (config, *open_modules(tensors, scheme, decoder))
 
 
-def _open_gguf(path: Path) -> tuple[dict[str, Any], StoredWeights, DecoderConfig]:
+def _read_gguf(path: Path) -> tuple[dict[str, Any], StoredWeights, DecoderConfig]:
     """Read the header of a GGUF file."""
     file = GgufFile.open(path)
     config = read_gguf_config(file)
-    return config, GgufWeights(file), read_gguf_decoder(file, config)
+    return config, gguf_weights(file), read_gguf_decoder(file, config)
 
 
 def _check_rounding(tensors: StoredWeights, quantization: str | None) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from speculant.errors import ModelError
 from speculant.kernels import BLOCK_SIZES, BLOCK_TYPES, TYPES, Arena, Kernels, Packer, Type, Weight, likely_bytes
 from speculant.models.weights.cache import WeightStore, say_once
-from speculant.models.weights.source import QuantizedBlocks, WeightSource, decode, has_blocks, order_of, read_plain
+from speculant.models.weights.source import QuantizedBlocks, WeightSource, decode, has_blocks, read_plain
 
 ROUNDED = (
     Type.Q8_0, Type.Q4_0, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.ZERO4, Type.ZERO8,
@@ -96,7 +96,7 @@ class WeightTypes:
 
     def have_orders(self, names: Iterable[str]) -> bool:
         """Whether the inputs of any of these matrices have an order."""
-        return any(order_of(self.source, name) is not None for name in names)
+        return any(self.source.order(name) is not None for name in names)
 
     def mixed(self, groups: Iterable[Iterable[str]]) -> set[Type]:
         """Return the types of the first group of matrices that has several; empty if each group has one."""
@@ -212,7 +212,7 @@ class WeightReader:
         """Return the order of the inputs of a matrix whose blocks are packed."""
         if self.rounded is not None or self._type_of(name) not in BLOCK_TYPES.values():
             return None
-        return order_of(self.source, self.prefix + name)
+        return self.source.order(self.prefix + name)
 
     def _form_of(self, name: str) -> tuple[Type, bytes]:
         """Return the type and the order of a matrix; matrices with the same ones can be packed together."""

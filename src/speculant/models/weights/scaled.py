@@ -25,6 +25,7 @@ from speculant.models.weights.source import (
     FP8_BLOCK,
     GROUP,
     SCALE_SIZE,
+    JoinedMatrix,
     QuantizedBlocks,
     e4m3_numbers,
     layout_of,
@@ -217,18 +218,7 @@ def read_scales(parts: ModuleParts, end: str) -> Tensor:
     return scales
 
 
-@dataclass(frozen=True)
-class KnownMatrix:
-    """A `StoredMatrix` of a kind that its headers tell."""
-
-    shape: tuple[int, ...]
-    kind: str
-    read: Callable[[], Tensor | QuantizedBlocks]
-    why_decoded: str = ""
-    order: Tensor | None = None
-
-
-def fp8_matrix(parts: ModuleParts, weight: str, scale: str, named: Tile | None) -> KnownMatrix:
+def fp8_matrix(parts: ModuleParts, weight: str, scale: str, named: Tile | None) -> JoinedMatrix:
     """Return a matrix in e4m3. weight, scale: the ends of the names of numbers and scales. named: see `tile_of`.
 
     Raises ModelError for scales that do not fit it; when it is read, for numbers or scales that are NaN or too large.
@@ -249,7 +239,7 @@ def fp8_matrix(parts: ModuleParts, weight: str, scale: str, named: Tile | None) 
             return fp8_rows(numbers, by_row[:, torch.arange(0, k, FP8_BLOCK) // tile.columns])
         return torch.from_numpy(e4m3_numbers()[numbers.numpy()]) * by_row.repeat_interleave(tile.columns, 1)[:, :k]
 
-    return KnownMatrix(shape, "FP8" if fits else "E4M3", read, why)
+    return JoinedMatrix(shape, "FP8" if fits else "E4M3", read, why)
 
 
 def fp8_rows(numbers: Tensor, scales: Tensor) -> QuantizedBlocks:
@@ -282,59 +272,29 @@ def read_groups(parts: ModuleParts, end: str, k: int, size: int) -> InputGroups:
     return InputGroups(found, expected.count)
 
 
-@dataclass(frozen=True)
-class IntegerMatrix:
-    """A `StoredMatrix` of integers in groups of columns, each with a scale and a zero point.
+def integer_matrix(
+    name: str, parts: ModuleParts, shape: tuple[int, ...], bits: int, scale: str, by_row: Callable[[Tensor], Tensor],
+    integers: Callable[[], np.ndarray], zeros: Callable[[], np.ndarray | None], groups: InputGroups,
+    rows: Callable[[], Tensor] | None = None,
+) -> JoinedMatrix:  # fmt: skip
+    """Return a matrix of integers in groups of columns, each with a scale and a zero point.
 
     name: its kind if it is decoded. scale: the end of the scales' name; by_row: makes [n, groups] of these. integers:
     reads them, uint8 [n, k], perhaps a transposed view. zeros: reads the zero points, uint8 [n, groups]; its result
-    None = 2^(bits - 1). find_groups: reads the groups. rows: reads integers of 8 bits as int8, for rows that keep their
-    only scale; None = they become blocks.
+    None = 2^(bits - 1). rows: reads integers of 8 bits as int8, for rows that keep their only scale; None = they become
+    blocks. Reading raises ModelError for scales that are not finite.
     """
+    layout = layout_for(bits, zeros())
+    keeps_rows = layout == "q8_0" and rows is not None and groups.count == 1
+    why = "" if keeps_rows else groups.why_decoded or why_scales_are_decoded(parts, scale)
 
-    name: str
-    parts: ModuleParts
-    shape: tuple[int, ...]
-    bits: int
-    scale: str
-    by_row: Callable[[Tensor], Tensor]
-    integers: Callable[[], np.ndarray]
-    zeros: Callable[[], np.ndarray | None]
-    find_groups: Callable[[], InputGroups]
-    rows: Callable[[], Tensor] | None = None
+    def read() -> Tensor | QuantizedBlocks:
+        scales = by_row(read_scales(parts, scale))
+        if keeps_rows and rows is not None:
+            return int8_rows(rows(), scales)
+        if why:
+            return as_floats(integers(), scales, zeros(), bits, groups)
+        return as_blocks(layout, integers(), scales, zeros(), groups)
 
-    @cached_property
-    def _groups(self) -> InputGroups:
-        return self.find_groups()
-
-    @cached_property
-    def _layout(self) -> str:
-        """The layout of the rows, unless they are decoded."""
-        found = layout_for(self.bits, self.zeros())
-        return "int8" if found == "q8_0" and self.rows and self._groups.count == 1 else found
-
-    @cached_property
-    def why_decoded(self) -> str:
-        """See `StoredMatrix.why_decoded`."""
-        if self._layout == "int8":
-            return ""
-        return self._groups.why_decoded or why_scales_are_decoded(self.parts, self.scale)
-
-    @property
-    def kind(self) -> str:
-        """See `StoredMatrix.kind`."""
-        return self.name if self.why_decoded else self._layout.upper()
-
-    @property
-    def order(self) -> Tensor | None:
-        """See `HasOrders.order`."""
-        return None if self.why_decoded else self._groups.order
-
-    def read(self) -> Tensor | QuantizedBlocks:
-        """See `StoredMatrix.read`. Raises ModelError for scales that are not finite."""
-        scales = self.by_row(read_scales(self.parts, self.scale))
-        if self.rows and self._layout == "int8":
-            return int8_rows(self.rows(), scales)
-        if self.why_decoded:
-            return as_floats(self.integers(), scales, self.zeros(), self.bits, self._groups)
-        return as_blocks(self._layout, self.integers(), scales, self.zeros(), self._groups)
+    kind = "INT8" if keeps_rows else name if why else layout.upper()
+    return JoinedMatrix(shape, kind, read, why, None if why else groups.order)

@@ -16,19 +16,21 @@ from __future__ import annotations
 
 import functools
 import math
+import mmap
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from speculant.errors import ModelError
-from speculant.files import Stamp
+from speculant.errors import Converts, ModelError
+from speculant.files import Stamp, TensorPlace
 from speculant.models.description import (
     SAME_NAMES,
     Columns,
@@ -134,7 +136,12 @@ OWN = {
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by kind
 DECODED_AT_ONCE = 2**22  # weights
+CONFIG = "config.json"
 _KINDS = {dtype: kind for kind, dtype in FLOATS.items()}
+_STORED = {
+    **FLOATS, "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -143,7 +150,7 @@ class QuantizedBlocks:
 
     shape is the matrix's, [n, k], or that of stacked matrices [m, n, k]. `blocks` holds the bytes of each row,
     [n, bytes] or [m n, bytes], in the order that `layout` names, such as "q4_0"; see the module. They may be mapped
-    from a file. order: see `HasOrders.order`.
+    from a file. order: see `WeightSource.order`.
     """
 
     layout: str
@@ -171,62 +178,137 @@ class WeightSource(Protocol):
         """
         ...
 
+    def order(self, name: str) -> Tensor | None:
+        """Return the number of the matrix's column that each stored column of blocks is, int32 [k].
+
+        None = the columns are in order, or it is not in blocks.
+        """
+        return None
+
     def read(self, name: str) -> Tensor | QuantizedBlocks:
         """Read a tensor in the type it is stored in."""
         ...
 
-
-@runtime_checkable
-class ReadsStacks(Protocol):
-    """A source that reads one of stacked tensors without the others."""
-
     def read_stacked(self, name: str, index: int) -> Tensor | QuantizedBlocks:
         """Read one of the tensors that a tensor consists of, by the index of its first dimension."""
-        ...
+        return take_stacked(self.read(name), index)
 
 
-@runtime_checkable
-class HasOrders(Protocol):
-    """A source whose matrices may be stored with their columns in another order."""
+@dataclass(frozen=True)
+class JoinedMatrix:
+    """A matrix [n, k] of several stored tensors, or stacked matrices, whose headers have been checked.
 
+    kind: the layout of the blocks that `read` returns, in capitals; or a key of DECODED_BITS: it returns numbers in
+    float32, for the reason `why_decoded`. order: see `WeightSource.order`. part: reads one of stacked matrices.
+    """
+
+    shape: tuple[int, ...]
+    kind: str
+    read: Callable[[], Tensor | QuantizedBlocks]
+    why_decoded: str = ""
+    order: Tensor | None = None
+    part: Callable[[int], QuantizedBlocks] | None = None
+
+
+@dataclass(frozen=True)
+class StoredWeights(WeightSource):
+    """The tensors of a checkpoint's files. Until `read`, only headers are read.
+
+    places: of tensors that are stored as they are. place: the folder or the file, for messages. files: all of them.
+    described_by: the source of the model's description, for messages. joined: matrices of several tensors.
+    """
+
+    places: Mapping[str, TensorPlace]
+    place: Path
+    files: Sequence[Path]
+    described_by: str = CONFIG
+    joined: Mapping[str, JoinedMatrix] = field(default_factory=dict)
+    _last: dict[str, Tensor | QuantizedBlocks] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @override
+    def names(self) -> Collection[str]:
+        return [*self.places, *self.joined]
+
+    @override
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._of(name).shape
+
+    @override
+    def kind(self, name: str) -> str:
+        return self._of(name).kind
+
+    def _of(self, name: str) -> TensorPlace | JoinedMatrix:
+        return self.joined.get(name) or self.places[name]
+
+    @override
     def order(self, name: str) -> Tensor | None:
-        """Return the number of the matrix's column that each stored column of blocks is, int32 [k]; None = its own."""
-        ...
+        return self.joined[name].order if name in self.joined else None
 
+    @override
+    def read(self, name: str) -> Tensor | QuantizedBlocks:
+        """The last joined matrix is kept until the next read: parts of a fused one, such as Phi-3's qkv_proj, follow.
 
-def order_of(source: WeightSource, name: str) -> Tensor | None:
-    """Return the order of the columns of a matrix in blocks; None = they are in order, or it is not in blocks."""
-    return source.order(name) if isinstance(source, HasOrders) else None
+        Raises ModelError if a file can't be read any longer.
+        """
+        if name not in self._last:
+            self._last.clear()  # before the next one takes memory
+            if name not in self.joined:
+                return _stored(self.places[name])
+            self._last[name] = self.joined[name].read()
+        return self._last[name]
 
-
-class StoredWeights(WeightSource, Protocol):
-    """The tensors of a checkpoint's files."""
-
-    @property
-    def described_by(self) -> str:
-        """The source of the model's description, for messages: config.json, or the file's own metadata."""
-        ...
-
-    @property
-    def place(self) -> Path:
-        """The folder or the file, for messages."""
-        ...
+    @override
+    def read_stacked(self, name: str, index: int) -> Tensor | QuantizedBlocks:
+        self._last.clear()
+        if name in self.places:
+            return _stored(self.places[name].part(index))
+        part = self.joined[name].part
+        return super().read_stacked(name, index) if part is None else part(index)
 
     def stamps(self) -> list[Stamp]:
         """Return the stamps of all files."""
-        ...
-
-    def common_dtype(self) -> torch.dtype:
-        """Return the type of most weights; for quantised ones bfloat16, the type of keys and values."""
-        ...
+        return [Stamp.of(file) for file in self.files]
 
     def quantised_kinds(self) -> list[str]:
         """Return the kinds of quantised tensors, such as Q4_K; empty if all are floating-point numbers."""
-        ...
+        return sorted({self.kind(name) for name in self.names()} - _STORED.keys())
 
-    def check_kinds(self) -> None:
-        """Raise ModelError for a tensor of a type that can't be read."""
-        ...
+    def common_dtype(self) -> torch.dtype:
+        """Return the type of most weights; for quantised ones bfloat16, the type of keys and values."""
+        if self.quantised_kinds():
+            return torch.bfloat16
+        sizes = Counter[str]()
+        for place in self.places.values():
+            sizes[place.kind] += math.prod(place.shape) if place.kind in FLOATS else 0
+        return FLOATS[sizes.most_common(1)[0][0]]
+
+
+def map_tensor(place: TensorPlace) -> Tensor:
+    """Map a tensor, or the bytes [rows, bytes] of one in blocks.
+
+    Changes to it stay in memory. Each has its own mapping, because a mapping keeps read pages. Raises ModelError.
+    """
+    if place.kind not in _STORED and layout_of(place.kind) is None:
+        raise ModelError(f"{place.file} has a tensor of the type {place.kind}, which can't be read", "convert it.")
+    dtype = _STORED.get(place.kind, torch.uint8)
+    with Converts(ModelError, f"{place.file} can't be read", "download it again."), place.file.open("rb") as opened:
+        if os.fstat(opened.fileno()).st_size < place.offset + place.size:
+            raise ValueError("it has become shorter since it was opened")
+        if not place.size:
+            return torch.empty(place.shape, dtype=dtype, device="cpu")
+        ahead = place.offset % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(opened.fileno(), ahead + place.size, access=mmap.ACCESS_COPY, offset=place.offset - ahead)
+        content = torch.frombuffer(mapped, dtype=dtype, offset=ahead)
+    return content.view(place.shape if place.kind in _STORED else (math.prod(place.shape[:-1]), -1))
+
+
+def _stored(place: TensorPlace) -> Tensor | QuantizedBlocks:
+    """Map a tensor or blocks; a vector in blocks is decoded."""
+    content, shape = map_tensor(place), place.shape
+    if place.kind in _STORED:
+        return content
+    blocks = QuantizedBlocks(place.kind.lower(), shape if len(shape) > 1 else (1, *shape), content)
+    return blocks if len(shape) > 1 else decode(blocks, torch.float32)[0]
 
 
 def read_plain(weights: WeightSource, name: str) -> Tensor:
@@ -333,7 +415,7 @@ def has_blocks(weights: WeightSource) -> bool:
 
 
 @dataclass(frozen=True)
-class Mapped(WeightSource, HasOrders):
+class Mapped(WeightSource):
     """A source whose tensors have the model's names, and are made from stored ones.
 
     shapes: of each; tensors: how it is made. `check` requires that each was read, or that its shape was compared with
@@ -367,12 +449,12 @@ class Mapped(WeightSource, HasOrders):
     @override
     def kind(self, name: str) -> str:
         made = self.tensors.expression(name)
-        kind, is_ordered = self.source.kind(stored_name(made)), order_of(self.source, stored_name(made)) is not None
+        kind, is_ordered = self.source.kind(stored_name(made)), self.source.order(stored_name(made)) is not None
         return kind if kind in FLOATS or _keeps_blocks(made, kind, is_ordered) else "F32"
 
     @override
     def order(self, name: str) -> Tensor | None:
-        return None if self.kind(name) in FLOATS else order_of(self.source, self.tensors.stored(name))
+        return None if self.kind(name) in FLOATS else self.source.order(self.tensors.stored(name))
 
     @override
     def read(self, name: str) -> Tensor | QuantizedBlocks:
@@ -419,7 +501,7 @@ def _made(source: WeightSource, made: Expression, shape: tuple[int, ...]) -> Ten
             return take_rows(_made(source, made.of, made.stored_shape(shape)), made.rows(shape[0]))
         case Columns():
             return _take_columns(_made(source, made.of, made.stored_shape(shape)), made)
-        case Stacked(of=str()) if isinstance(source, ReadsStacks):
+        case Stacked(of=str()):
             return source.read_stacked(stored_name(made), made.index)
         case Stacked():
             return take_stacked(_made(source, made.of, made.stored_shape(shape)), made.index)

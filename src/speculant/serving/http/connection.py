@@ -21,11 +21,9 @@ import h11
 from starlette.types import ASGIApp, Message, Scope
 from typing_extensions import override
 
-from speculant.serving.errors import ApiError, refusal, unavailable
-from speculant.serving.http.clients import network_of
-from speculant.serving.http.places import Connections, RoundRobin
+from speculant.serving.http.clients import Connections, OpenConnection, RoundRobin, network_of
 from speculant.serving.options import PROBED_PATHS, ServerOptions
-from speculant.serving.wire import ABORT, event, raw_error
+from speculant.serving.wire import ABORT, ApiError, event, raw_error, refusal, unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +178,7 @@ class HttpExchange:
         self._transport.write(self._http.send(sent))
 
 
-class HttpConnection(asyncio.BufferedProtocol):
+class HttpConnection(asyncio.BufferedProtocol, OpenConnection):
     """A connection with deadlines: its client can't keep it open without use. A request can close it (`ABORT`)."""
 
     transport: Any = None  # before the connection is made
@@ -442,8 +440,8 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self.transport.write(self.http.send(each))
         cycle.disconnected = True  # nothing else may be sent
 
+    @override
     def drop(self) -> None:
-        """See `OpenConnection.drop`."""
         self._dropped = True
         self._connections.remove(self)
         if self.transport is not None:
@@ -456,8 +454,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._turns.withdraw(self._network, self)
             self._accepted.close()
 
+    @override
     def check(self, now: float) -> None:
-        """See `OpenConnection.check`."""
         if self._ends is not None and now >= self._ends:
             self.drop()
         if self.transport is None:

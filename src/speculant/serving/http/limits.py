@@ -1,12 +1,10 @@
-"""Middleware for all requests: a request id, bounds on headers and body, the API key, and the sites of web pages."""
+"""Middleware for all requests: bounds on headers and body, the API key, and the sites of web pages."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import re
 import socket
-import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,38 +14,12 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from speculant.serving.access_log import REQUEST_ID
-from speculant.serving.errors import ApiError, unavailable
 from speculant.serving.http.clients import API_KEY, USER, client_of, is_within, key_digest
 from speculant.serving.options import ServerOptions
-from speculant.serving.wire import error_response
+from speculant.serving.wire import ApiError, error_response, unavailable
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _SEPARATORS = len(": \r\n")  # of a header
 _LINGER = 1.0  # seconds of discarding the rest of a refused body, so that the client reads the response
-
-
-class RequestIds:
-    """Sets X-Request-Id of a response: the client's, or one made by the server."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection, see ASGI."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope[REQUEST_ID] = request_id
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
 
 
 class NamedUsers:

@@ -19,10 +19,16 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from speculant.errors import ConfigError
-from speculant.serving.http.clients import with_mapped
+from speculant.serving.http.clients import (
+    PROVISIONAL,
+    Connections,
+    Rarely,
+    RoundRobin,
+    bounded_connections,
+    with_mapped,
+)
 from speculant.serving.http.connection import Address, HttpConnection, Surroundings
 from speculant.serving.http.limits import NamedUsers
-from speculant.serving.http.places import Connections, Rarely, RoundRobin, bounded_connections, provisional_connections
 from speculant.serving.options import ServerOptions
 from speculant.serving.wire import raw_error
 
@@ -72,7 +78,7 @@ class Server:
         self._state: Lifecycle = app.state.server
         self._on_listening, self._on_early_interrupt, self._on_ready = on_listening, on_early_interrupt, on_ready
         self._is_ready = self._must_end = False
-        self._places, self._provisional = bounded_connections(options), provisional_connections()
+        self._places, self._provisional = bounded_connections(options), Connections(PROVISIONAL, 0)
         self._socket = _listen(options)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None

@@ -15,7 +15,7 @@ from typing_extensions import override
 from speculant.engine import StreamPiece
 from speculant.params import SamplingParams
 from speculant.serving.openai.messages import MessageReader, joined_calls
-from speculant.serving.openai.prompts import Prompt
+from speculant.serving.openai.settings import Prompt
 from speculant.serving.wire import Deferred
 from speculant.text import Tokenizer, TokenOffsets, byte_table, fallback_byte
 from speculant.types import CompletionOutput, Logprob, Logprobs, RequestOutput

@@ -6,13 +6,26 @@ import dataclasses
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
+
+from typing_extensions import override
 
 from speculant.engine import RenderedPrompt
 from speculant.params import SamplingParams
-from speculant.serving.tools import ReasoningDelta, TextDelta, ToolDelta, ToolParser
-from speculant.serving.tools.base import SPACE
+from speculant.serving.tools.base import (
+    SPACE,
+    Delta,
+    MalformedError,
+    ReasoningDelta,
+    Script,
+    StreamParser,
+    TextDelta,
+    ToolDelta,
+    ToolParser,
+    require,
+    search,
+    skip_space,
+)
 from speculant.structured import Reasoning
 from speculant.text import Tokenizer
 
@@ -24,7 +37,7 @@ class MessagePart:
     content: str = ""
     reasoning: str = ""
     calls: list[ToolDelta] = field(default_factory=list)
-    deltas: list[ReasoningDelta | TextDelta | ToolDelta] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
 
     def as_delta(self) -> dict[str, Any]:
         """Return the part as a streamed `delta`; empty if it adds nothing."""
@@ -77,14 +90,13 @@ class MessageReader:
             self._add(part, self._tools.finish())
         return part
 
-    def _sort(self, deltas: Sequence[ReasoningDelta | TextDelta]) -> MessagePart:
+    def _sort(self, deltas: Sequence[Delta]) -> MessagePart:
         part = MessagePart()
         for delta in deltas:
-            is_text = isinstance(delta, TextDelta)
-            self._add(part, self._tools.feed(delta.text) if self._tools and is_text else [delta])
+            self._add(part, self._tools.feed(delta.text) if self._tools and isinstance(delta, TextDelta) else [delta])
         return part
 
-    def _add(self, part: MessagePart, deltas: Sequence[ReasoningDelta | TextDelta | ToolDelta]) -> None:
+    def _add(self, part: MessagePart, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
             if self._calls_alone and isinstance(delta, TextDelta):
                 continue
@@ -115,16 +127,10 @@ def _streamed(delta: ToolDelta) -> dict[str, Any]:
     return {"index": delta.index, "id": delta.id, "type": "function", "function": function}
 
 
-_SPACE = frozenset(SPACE)
-
-
-Delta = ReasoningDelta | TextDelta
-
-
-class ReasoningParser:
+class ReasoningParser(StreamParser):
     """Splits an answer into reasoning and the rest. Reasoning can only be at the beginning.
 
-    White space next to the tags is left out. Time is linear in the text, and the result does not depend on its pieces.
+    White space next to the tags is left out.
     """
 
     def __init__(
@@ -138,84 +144,57 @@ class ReasoningParser:
         self.within = opened  # whether the text so far ends within the reasoning
         self._may_open = self._may_end = tokens is None
         self._begun = False
-        self._made: list[Delta] = []
-        self._char = ""  # to be read next; "" = the end of the text
-        self._script = self._read()
-        next(self._script)
+        self._space: list[str] = []  # at the end of the reasoning so far
+        super().__init__()
 
+    @override
     def feed(self, text: str, token: int | None = None) -> list[Delta]:
-        """Take more text; return the deltas that are now final. Only a possible beginning of a tag is held back.
-
-        token: the token of this text, which may include text of earlier ones. Needed only if `tokens` are given.
-        """
+        """token: the token of this text, which may include text of earlier ones. Needed only if `tokens` are given."""
         if self._tokens is not None:
             self._may_open |= not self._begun and token == self._tokens.start
             self._may_end |= token == self._tokens.end
             self._begun = True
-        for char in text:
-            self._script.send(char)
-        return self._fetch()
+        return super().feed(text)
 
-    def finish(self) -> list[Delta]:
-        """Return the rest at the text's end; no `feed` may follow. Reasoning without an end tag stays reasoning."""
-        with suppress(StopIteration):
-            self._script.send("")
-        return self._fetch()
-
-    def _fetch(self) -> list[Delta]:
-        made, self._made = self._made, []
-        return [kind("".join(each.text for each in group)) for kind, group in groupby(made, type)]
-
-    def _read(self) -> Generator[None, str, None]:
-        self._char = yield
+    @override
+    def _read(self) -> Script:
+        cursor = self._cursor
+        cursor.char = yield
         if self._opened or (self._may_open and (yield from self._opens())):
             self.within = True
-            yield from self._skip_space()
+            yield from skip_space(cursor)
             yield from self._reason()
             self.within = False
-            yield from self._skip_space()
-        while self._char:
-            self._made.append(TextDelta(self._char))
-            self._char = yield
+            yield from skip_space(cursor)
+        while cursor.char:
+            self._deltas.plain(cursor.char)
+            cursor.char = yield
 
     def _opens(self) -> Generator[None, str, bool]:
         """Read the start tag; anything else is text."""
-        held = yield from self._skip_space()
-        for expected in self.start:
-            if self._char != expected:
-                self._made += [TextDelta(held)] if held else []
-                return False
-            held += expected
-            self._char = yield
-        return True
+        with suppress(MalformedError):
+            yield from skip_space(self._cursor)
+            yield from require(self._cursor, self.start)
+            return True
+        self._deltas.plain("".join(self._cursor.raw))
+        return False
 
-    def _skip_space(self) -> Generator[None, str, str]:
-        skipped: list[str] = []
-        while self._char in _SPACE:
-            skipped.append(self._char)
-            self._char = yield
-        return "".join(skipped)
-
-    def _reason(self) -> Generator[None, str, None]:
+    def _reason(self) -> Script:
         """Read the reasoning and the end tag."""
-        space: list[str] = []
-        held = ""  # the beginning of an end tag, perhaps
-        while self._char:
-            held += self._char
-            while not self.end.startswith(held):
-                space.append(held[0])
-                if held[0] not in _SPACE:
-                    self._release(space)
-                held = held[1:]
-            self._char = yield
-            if held == self.end and self._may_end:
+        while tag := (yield from search(self._cursor, (self.end,), self._reasoned)):
+            self._cursor.char = yield
+            if self._may_end:
                 return
-        self._release([*space, held])
+            for char in tag:
+                self._reasoned(char)
+        if self._space:
+            self._deltas.reasoning("".join(self._space))
 
-    def _release(self, pieces: list[str]) -> None:
-        if text := "".join(pieces):
-            self._made.append(ReasoningDelta(text))
-        pieces.clear()
+    def _reasoned(self, char: str) -> None:
+        self._space.append(char)
+        if char not in SPACE:
+            self._deltas.reasoning("".join(self._space))
+            self._space.clear()
 
 
 def find_reasoning(rendered: RenderedPrompt | None, has_form: bool = False) -> ReasoningParser | None:

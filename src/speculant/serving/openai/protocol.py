@@ -28,8 +28,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from speculant.params import SamplingParams
-from speculant.serving.errors import ApiError, refusal
 from speculant.serving.options import MOST_MESSAGES
+from speculant.serving.wire import ApiError, refusal
 
 T = TypeVar("T")
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
@@ -436,17 +436,15 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "guided_json": Refused('use structured_outputs={"json": ...}', (False,)),
         "guided_regex": Refused('use structured_outputs={"regex": ...}'),
         "guided_choice": Refused('use structured_outputs={"choice": ...}'),
-        "guided_grammar": Refused(_GRAMMAR),
-        "grammar": Refused(_GRAMMAR),
+        **dict.fromkeys(("guided_grammar", "grammar"), Refused(_GRAMMAR)),
         "json_schema": Refused(_SCHEMA, (False,)),
         "n_indent": Refused('use structured_outputs={"regex": ...}'),
         # sampling
         "logits_processors": Refused("no request can bring code; use logit_bias"),
         "use_beam_search": Refused("set beam_width"),
         "typical_p": Refused(_SAMPLER, (1.0,)),
-        "mirostat": Refused(_SAMPLER),
+        **dict.fromkeys(("mirostat", "xtc_probability"), Refused(_SAMPLER)),
         "dry_multiplier": Refused("use repetition_penalty or frequency_penalty"),
-        "xtc_probability": Refused(_SAMPLER),
         "dynatemp_range": Refused("set only temperature"),
         "top_n_sigma": Refused("use min_p", (0, -1)),
         "min_keep": Refused("use top_k"),
@@ -458,38 +456,38 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "lora": Refused(_ONE_MODEL),
         "vllm_xargs": Refused("no request can bring extensions; leave it out"),
         "speculative.n_max": Refused('use speculation={"num_speculative_tokens": ...}'),
-        "speculative.n_min": Refused("use speculation"),
-        "speculative.p_min": Refused("use speculation"),
+        **dict.fromkeys(("speculative.n_min", "speculative.p_min"), Refused("use speculation")),
         # end conditions
         "n_predict": Refused("use max_tokens", (-1,)),
         "n_cmpl": Refused("use n", (1,)),
-        "t_max_predict_ms": Refused("use max_tokens"),
+        **dict.fromkeys(("t_max_predict_ms", "reasoning_control"), Refused("use max_tokens")),
         "thinking_token_budget": Refused("use max_tokens", (-1,)),
-        "reasoning_control": Refused("use max_tokens"),
         # prompts
         "chat_template": Refused("templates come only from the model's folder; leave it out", of_prompt=True),
-        "encoder_prompt": Refused(_PAIR, of_prompt=True),
-        "decoder_prompt": Refused(_PAIR, of_prompt=True),
+        **dict.fromkeys(("encoder_prompt", "decoder_prompt"), Refused(_PAIR, of_prompt=True)),
         "prompt_embeds": Refused("send text or token ids", of_prompt=True),
-        "mm_processor_kwargs": Refused(_TEXT_ONLY, of_prompt=True),
-        "media_io_kwargs": Refused(_TEXT_ONLY, of_prompt=True),
+        **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), Refused(_TEXT_ONLY, of_prompt=True)),
         "add_generation_prompt": Refused(_CHAT, (True,)),
         "content": Refused("use prompt", of_prompt=True),
         "add_special": Refused("use add_special_tokens", of_prompt=True),
         "parse_special": Refused("special tokens in a text are always read as such", (True,), of_prompt=True),
-        "n_keep": Refused("a prompt that is too long is refused; use truncate_prompt_tokens"),
-        "n_discard": Refused("a prompt that is too long is refused; use truncate_prompt_tokens"),
+        **dict.fromkeys(
+            ("n_keep", "n_discard"), Refused("a prompt that is too long is refused; use truncate_prompt_tokens")
+        ),
         "truncation": Refused("shorten the input", ("disabled",)),
-        "input_prefix": Refused("write the prompt in the model's own form for code"),
-        "input_suffix": Refused("write the prompt in the model's own form for code"),
-        "input_extra": Refused("write the prompt in the model's own form for code"),
-        "previous_input_messages": Refused(_STORED),
-        "previous_response": Refused(_STORED),
+        **dict.fromkeys(
+            ("input_prefix", "input_suffix", "input_extra"),
+            Refused("write the prompt in the model's own form for code"),
+        ),
+        **dict.fromkeys(("previous_input_messages", "previous_response"), Refused(_STORED)),
         "conversation": Refused(f"conversations have no id; {_STORED}"),
         # content of the answer
         "audio": Refused(_TEXT_ONLY),
         "detokenize": Refused("answers are text; set return_token_ids for their tokens", (True,)),
-        "enable_response_messages": Refused("leave it out"),
+        **dict.fromkeys(
+            ("enable_response_messages", "response_fields", "return_progress", "routed_experts_prompt_start"),
+            Refused("leave it out"),
+        ),
         "functions": Refused("use tools"),
         "function_call": Refused("use tool_choice"),
         "tool_choice": Refused(f"{_CHAT} for tools", ("auto", "none")),
@@ -497,17 +495,11 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "include_reasoning": Refused("ignore reasoning_content instead", (True,)),
         "reasoning": Refused("use reasoning_effort on /v1/chat/completions; reasoning is a field of /v1/responses"),
         "reasoning_format": Refused("reasoning is always in reasoning_content", ("auto", "deepseek")),
-        "kv_transfer_params": Refused(_ONE_MODEL),
-        "ec_transfer_params": Refused(_ONE_MODEL),
-        "logprob_token_ids": Refused("use logprobs"),
-        "n_probs": Refused("use logprobs"),
+        **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), Refused(_ONE_MODEL)),
+        **dict.fromkeys(("logprob_token_ids", "n_probs"), Refused("use logprobs")),
         "post_sampling_probs": Refused("log-probabilities are the model's own; leave it out"),
-        "response_fields": Refused("leave it out"),
-        "return_progress": Refused("leave it out"),
         "return_prompt_text": Refused("use /tokenize and /detokenize"),
-        "return_tokens": Refused("set return_token_ids"),
-        "return_tokens_as_token_ids": Refused("set return_token_ids"),
-        "routed_experts_prompt_start": Refused("leave it out"),
+        **dict.fromkeys(("return_tokens", "return_tokens_as_token_ids"), Refused("set return_token_ids")),
         "spaces_between_special_tokens": Refused("the tokenizer decides on spaces; leave it out", (True,)),
         "timings_per_token": Refused("see --per-request-spec-decode-metrics, or /metrics"),
         "verbosity": Refused("say it in the prompt", ("medium",)),

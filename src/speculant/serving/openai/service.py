@@ -1,11 +1,14 @@
-"""The common part of the routes that generate: from a body to a response, in one piece or streamed."""
+"""The routes, and the way of a request that generates: from a body to a response, in one piece or streamed.
+
+A route answers in OpenAI's shape, or in vLLM's if OpenAI has none.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,19 +18,31 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from speculant import __version__
 from speculant.engine import AsyncEngine, StreamPiece
 from speculant.errors import SpeculantError
 from speculant.params import SamplingParams
-from speculant.serving.access_log import RECORD, REQUEST_ID, RequestRecord, note_end
-from speculant.serving.errors import ApiError, api_error, refusal, timed_out, unavailable
 from speculant.serving.http.clients import client_of, read_weights, salt_of
 from speculant.serving.metrics import RequestMeter, ServerMetrics
-from speculant.serving.openai.answers import Answer, Call, Chunk, TokenTexts
+from speculant.serving.openai.answers import Answer, Call, ChatAnswer, Chunk, CompletionAnswer, TokenTexts
 from speculant.serving.openai.messages import MessageReader
-from speculant.serving.openai.prompts import Prompt, Prompts
-from speculant.serving.openai.protocol import Body, ChatBody, GeneratingBody, check_kind, read_body
+from speculant.serving.openai.protocol import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GeneratingBody,
+    TokenizeBody,
+    check_kind,
+    read_body,
+)
 from speculant.serving.openai.settings import (
+    Prompt,
+    Prompts,
     chat_params,
+    completion_params,
+    count_prompts,
+    finish_reason_of_calls,
     predicts,
     reader_for,
     with_allowed_tools,
@@ -35,9 +50,27 @@ from speculant.serving.openai.settings import (
     with_tools,
 )
 from speculant.serving.options import ServerOptions
+from speculant.serving.records import RequestRecord
 from speculant.serving.state import LARGE, ServerState
-from speculant.serving.wire import DONE, EventStream, document_response, event, while_connected
-from speculant.types import ANYONE, Client
+from speculant.serving.wire import (
+    DONE,
+    RECORD,
+    REQUEST_ID,
+    ApiError,
+    EventStream,
+    api_error,
+    document_response,
+    encode_in_parts,
+    encode_long,
+    event,
+    json_response,
+    note_end,
+    refusal,
+    timed_out,
+    unavailable,
+    while_connected,
+)
+from speculant.types import Client
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +80,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Job:
-    """One request that generates: its body and settings, how to make its prompts, and the shape of its answer.
+    """One request that generates: its body, how to make its prompts, and the shape of its answer.
 
     named_events: the stream has OpenAI's newer form, events with names. before_end: called once the answer is complete,
     before its end is sent.
     """
 
     body: GeneratingBody
-    params: SamplingParams
-    num_prompts: int
     make_prompts: Callable[[], Awaitable[Sequence[Prompt]]]
     answer: Answer
     named_events: bool = False
@@ -64,10 +95,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Chat:
-    """A request for a chat that was read: its body, its settings, and what its answer needs."""
+    """A request for a chat that was read: its body, and what its answer needs."""
 
     body: ChatBody
-    params: SamplingParams
     call: Call
     make_reader: Callable[[Prompt], MessageReader]
 
@@ -152,7 +182,7 @@ class Service:
 
         body, params = await self.apart(request, settings)
         reader = reader_for(tokenizer, body, name, params.structured_outputs is not None)
-        return Chat(body, params, self.call(engine, body, params), reader)
+        return Chat(body, self.call(engine, body, params), reader)
 
     @cached_property
     def texts(self) -> TokenTexts:
@@ -177,19 +207,19 @@ class Service:
 
     async def chunks(self, engine: AsyncEngine, request: Request, job: Job) -> AsyncGenerator[Sequence[Chunk], None]:
         """Yield the chunks of an answer while it is generated; its first chunks come with the first piece."""
-        samples, answer = job.num_prompts * job.params.n, job.answer
-        sequences = job.num_prompts * _num_sequences(job.params)
+        answer, params = job.answer, job.answer.call.params
+        num_prompts = len(answer.outputs)
         record: RequestRecord | None = request.scope.get(RECORD)
         if record is not None:
-            record.params = job.params
-        places = self.state.admission.admit(sequences, self.client(request))
-        with places, RequestMeter(self.metrics, samples, job.params, record) as meter:
-            work = await self._work(engine, request, job)
-            answer.prompts = work.prompts
+            record.params = params
+        places = self.state.admission.admit(num_prompts * _num_sequences(params), self.client(request))
+        with places, RequestMeter(self.metrics, num_prompts * params.n, params, record) as meter:
+            prompts = answer.prompts = await job.make_prompts()
+            streams = await self._streams(engine, request, job)
             if record is not None:
-                record.prompt_tokens = sum(each.num_tokens for each in work.prompts)
-            waiting = answer.begin(work.prompts)
-            async with aclosing(run(engine, work, self.options, meter)) as pieces:
+                record.prompt_tokens = sum(each.num_tokens for each in prompts)
+            waiting = answer.begin(prompts)
+            async with aclosing(run(engine, streams, self.options, meter)) as pieces:
                 async for batch in pieces:
                     yield [*waiting, *(chunk for prompt, piece in batch for chunk in answer.feed(prompt, piece))]
                     waiting = []
@@ -198,14 +228,20 @@ class Service:
                 await job.before_end()
             yield last
 
-    async def _work(self, engine: AsyncEngine, request: Request, job: Job) -> Work:
-        prompts = await job.make_prompts()
-        params = await self.prompts(request).of_params(engine, job.params)
+    async def _streams(self, engine: AsyncEngine, request: Request, job: Job) -> dict[str, Pieces]:
+        """Return the pieces of each prompt, by the id of its request to the engine. Nothing has begun yet."""
+        params = await self.prompts(request).of_params(engine, job.answer.call.params)
         params = with_bounded_drafts(params, self.options.max_draft_tokens or engine.most_draft_tokens)
         salt = salt_of(request.scope, job.body.cache_salt)
-        request_id = f"{request.scope.get(REQUEST_ID, '')}:{uuid.uuid4().hex}"  # clients may repeat their ids
-        priority = self._priority(job.body)
-        return Work(request_id, prompts, params, priority, salt, self.client(request))
+        call = f"{request.scope.get(REQUEST_ID, '')}:{uuid.uuid4().hex}"  # clients may repeat their ids
+        client, priority = replace(self.client(request), call=call), self._priority(job.body)
+        return {
+            name: engine.stream(
+                prompt.given, params, request_id=name, priority=priority, cache_salt=salt, client=client
+            )
+            for place, prompt in enumerate(job.answer.prompts)
+            for name in (f"{call}-{place}",)
+        }
 
     def client(self, request: Request) -> Client:
         """Return the client that sent a request, with the weight that the operator gave its key."""
@@ -283,30 +319,23 @@ def error_event(error: ApiError, number: int, named: bool) -> bytes:
     return event({**value, "sequence_number": number}, "error")
 
 
-@dataclass(frozen=True)
-class Work:
-    """The prompts of one request, all with the same settings."""
-
-    request_id: str
-    prompts: Sequence[Prompt]
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str = ""
-    client: Client = ANYONE
-
-
+Pieces = AsyncGenerator[StreamPiece, None]
 Numbered = tuple[int, StreamPiece]  # the number of a prompt, and a piece of one of its samples
 
 
 async def run(
-    engine: AsyncEngine, work: Work, options: ServerOptions, meter: RequestMeter
+    engine: AsyncEngine, streams: Mapping[str, Pieces], options: ServerOptions, meter: RequestMeter
 ) -> AsyncGenerator[Sequence[Numbered], None]:
     """Yield the pieces of all prompts as they are committed, in batches. Closing the iterator aborts the request.
 
+    streams: the pieces of each prompt, by the id of its request to the engine.
     Raises ApiError for a missed deadline, and the errors of `AsyncEngine.stream`; of several errors the first.
     """
     arrived: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue()
-    readers = [asyncio.create_task(_read(engine, work, place, options, arrived)) for place in range(len(work.prompts))]
+    readers = [
+        asyncio.create_task(_read(engine, place, *stream, options, arrived))
+        for place, stream in enumerate(streams.items())
+    ]
     try:
         left = len(readers)
         while left:
@@ -331,21 +360,13 @@ async def run(
 
 async def _read(
     engine: AsyncEngine,
-    work: Work,
     place: int,
+    request_id: str,
+    pieces: Pieces,
     options: ServerOptions,
     arrived: asyncio.Queue[Numbered | Exception | None],
 ) -> None:
     """Put a prompt's pieces into the queue, then None or the error that ended it."""
-    request_id = f"{work.request_id}-{place}"
-    pieces = engine.stream(
-        work.prompts[place].given,
-        work.params,
-        request_id=request_id,
-        priority=work.priority,
-        cache_salt=work.cache_salt,
-        client=replace(work.client, call=work.request_id),
-    )
     try:
         async with asyncio.timeout(options.request_timeout), aclosing(pieces):
             piece: StreamPiece | None = await _first(engine, pieces, request_id, options)
@@ -368,9 +389,7 @@ def _check_output(piece: StreamPiece | None) -> None:
         raise SpeculantError(problem, fix)
 
 
-async def _first(
-    engine: AsyncEngine, pieces: AsyncGenerator[StreamPiece, None], request_id: str, options: ServerOptions
-) -> StreamPiece | None:
+async def _first(engine: AsyncEngine, pieces: Pieces, request_id: str, options: ServerOptions) -> StreamPiece | None:
     """Return the first piece; raises ApiError if the queue or the first token takes too long."""
     waiting = asyncio.ensure_future(anext(pieces, None))
     queue, total = options.queue_timeout, options.first_token_timeout
@@ -387,3 +406,148 @@ async def _first(
     finally:
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
+
+
+class Routes:
+    """The handlers of one server's requests."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._tokenizer_info: bytes | None = None  # may have megabytes
+
+    async def completions(self, request: Request) -> Response:
+        """Complete one prompt or several."""
+        service, engine = self._service, self._service.state.engine
+        body = await service.read(CompletionBody, request)
+        prompts, count = service.prompts(request), count_prompts(body, service.options)
+        params = await service.apart(request, lambda: completion_params(engine, body))
+        call, echo = service.call(engine, body, params, count), bool(body.echo)
+        answer = CompletionAnswer(call, count, echo, answers=body.max_tokens != 0)
+        return await service.answer(engine, request, Job(body, lambda: prompts.of_completion(engine, body), answer))
+
+    async def chat(self, request: Request) -> Response:
+        """Continue a conversation."""
+        service, engine = self._service, self._service.state.engine
+        body = await service.read(ChatBody, request)
+        chat = await service.chat(engine, request, lambda: body)
+        answer = ChatAnswer(chat.call, chat.make_reader, finish_reason_of_calls(chat.body))
+
+        async def prompts() -> list[Prompt]:
+            return [await service.prompts(request).of_chat(engine, chat.body)]
+
+        return await service.answer(engine, request, Job(chat.body, prompts, answer))
+
+    async def tokenize(self, request: Request) -> Response:
+        """Return the token ids of a prompt or of messages."""
+        service, engine = self._service, self._service.state.engine
+        body = with_allowed_tools(await service.read(TokenizeBody, request))
+        service.model(body)
+        if (body.prompt is None) == (body.messages is None):
+            raise refusal("Send either prompt or messages.", "prompt")
+        prompts = service.prompts(request)
+        made = prompts.of_chat(engine, body) if body.prompt is None else prompts.of_text(engine, body.prompt, body)
+        prompt = await while_connected(request.receive, made)
+
+        def document() -> dict[str, Any]:
+            tokens, text_of_token = list(prompt.tokens), engine.tokenizer.backend.id_to_token
+            value = {"count": len(tokens), "max_model_len": engine.limits.max_model_len, "tokens": tokens}
+            return value | ({"token_strs": list(map(text_of_token, tokens))} if body.return_token_strs else {})
+
+        return await _made_apart(request, prompts, document)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Return the text of token ids."""
+        service, engine = self._service, self._service.state.engine
+        body = await service.read(DetokenizeBody, request)
+        service.model(body)
+
+        def document() -> dict[str, str]:
+            if any(not 0 <= token < 2**31 for token in body.tokens):
+                raise refusal("A token id is negative or too large.", "tokens")
+            return {"prompt": engine.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))}
+
+        return await _made_apart(request, service.prompts(request), document)
+
+    async def tokenizer_info(self) -> Response:
+        """Return the settings in the tokenizer's folder, and the chat template."""
+        tokenizer = self._service.state.engine.tokenizer
+        if self._tokenizer_info is None:
+            self._tokenizer_info = await encode_in_parts(dict(tokenizer.settings))
+        return Response(self._tokenizer_info, media_type="application/json")
+
+    async def models(self) -> Response:
+        """List the names of the model."""
+        engine = self._service.state.engine
+        return json_response({"object": "list", "data": [self._model(engine, name) for name in self._service.names]})
+
+    async def model(self, model: str) -> Response:
+        """Describe the model."""
+        engine = self._service.state.engine
+        if not self._service.has_name(model):
+            raise ApiError(404, f"The model {model!r} does not exist.", param="model", code="model_not_found")
+        return json_response(self._model(engine, model))
+
+    async def health(self) -> Response:
+        """Return whether requests are served: 200, or 503 with the reason."""
+        self._service.state.check()
+        return json_response({"status": "ok"})
+
+    async def load(self) -> Response:
+        """Return the number of sequences that run or wait, as vLLM's server does."""
+        return json_response({"server_load": self._service.state.admission.count})
+
+    async def props(self) -> Response:
+        """Return the server's properties as llama.cpp's does, with the model's name in place of its path."""
+        engine, name = self._service.state.engine, self._service.names[0]
+        settings = engine.default_params
+        params = {
+            "n_predict": -1,
+            "temperature": settings.temperature,
+            "top_k": settings.top_k,
+            "top_p": settings.top_p,
+            "min_p": settings.min_p,
+            "repeat_penalty": settings.repetition_penalty,
+            "presence_penalty": settings.presence_penalty,
+            "frequency_penalty": settings.frequency_penalty,
+        }
+        general = {"n_ctx": engine.limits.max_model_len, "speculative": engine.speculating, "params": params}
+        return json_response(
+            {
+                "default_generation_settings": general,
+                "total_slots": engine.limits.max_num_seqs,
+                "model_alias": name,
+                "model_path": name,
+                "chat_template": engine.tokenizer.chat_template or "",
+                "modalities": {"vision": False, "audio": False},
+                "build_info": f"speculant {__version__}",
+                "is_sleeping": False,
+            }
+        )
+
+    async def metrics(self) -> Response:
+        """Return the metrics in Prometheus' text format."""
+        page, kind = self._service.metrics.page()
+        return Response(page, headers={"content-type": kind})
+
+    async def version(self) -> Response:
+        """Return the version of this package."""
+        return json_response({"version": __version__})
+
+    def _model(self, engine: AsyncEngine, name: str) -> dict[str, Any]:
+        created = self._service.state.created
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "speculant",
+            "root": self._service.names[0],
+            "max_model_len": engine.limits.max_model_len,
+            "chat": engine.tokenizer.chat_template is not None and not engine.has_source,
+            "speculation": {"on": engine.speculating, "detail": engine.speculation},
+        }
+
+
+async def _made_apart(request: Request, prompts: Prompts, document: Callable[[], Mapping[str, Any]]) -> Response:
+    """Return a response whose document is made and written in a text thread."""
+    content = await while_connected(request.receive, prompts.in_thread(lambda: encode_long(document())))
+    return Response(content, media_type="application/json")

@@ -1,9 +1,11 @@
-"""Tool calls in a model's text, read while the text is generated: the base of all formats.
+"""The base of all formats of tool calls: the form of calls that a request requires, and calls read from a text.
 
-A parser is a small automaton over characters, so its result does not depend on how the text is split. It is a generator
-that receives one character at a time; "" is the end of the text. A call is output as soon as its name and the first
-character of its arguments are known. Malformed text before that point is output as text. After it, text is output as
-text from the first wrong character on, and the arguments so far remain.
+The form is fixed texts around arguments that fit a JSON schema.
+
+A parser reads a text while it is generated. It is a small automaton over characters, so its result does not depend on
+how the text is split. It is a generator that receives one character at a time; "" is the end of the text. A call is
+output as soon as its name and the first character of its arguments are known. Malformed text before that point is
+output as text. After it, text is output as text from the first wrong character on, and the arguments so far remain.
 
 JSON is passed on as soon as it is valid. There is one repair: a control character within a string, which models write
 for a line break, is passed on as its escape.
@@ -12,16 +14,190 @@ for a line break, is passed on as its escape.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from speculant.serving.tools.schema import CallShape, TokenId, Tool
+from typing_extensions import override
+
+from speculant.errors import RequestError, suggest
+from speculant.structured import GrammarSource, with_written_bounds
+
+TokenId = Callable[[str], int | None]  # the id of a text that is one added token; None for other texts
+CUSTOM = "a tool of type 'custom' takes free text, and this server reads only calls with JSON arguments"
+CUSTOM_FIX = "describe it as a function with one text as parameter."
+WORD = frozenset(string.ascii_letters + string.digits + "_-.")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a model may call. parameters: the JSON schema of its arguments; None = no arguments."""
+
+    name: str
+    parameters: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """One call as the model writes it: marker + prefix + arguments that fit `schema` + suffix.
+
+    tags: texts within prefix and suffix that, like the marker, may be single tokens.
+    """
+
+    marker: str  # "" = none
+    prefix: str
+    schema: Mapping[str, Any]
+    suffix: str
+    tags: tuple[str, ...] = ()
+
+
+def read_tools(tools: Iterable[Mapping[str, Any]]) -> list[Tool]:
+    """Return the functions of tools in OpenAI's form. Raises RequestError for tools of another kind or without name."""
+    return [_read_tool(tool) for tool in tools]
+
+
+def _read_tool(given: object) -> Tool:
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind == "custom":
+        raise RequestError(CUSTOM, CUSTOM_FIX)
+    if isinstance(kind, str) and kind != "function":
+        raise RequestError(
+            f"a tool of type {kind[:80]!r} is not a function",
+            "give only tools of type function, which the client runs; this server runs none.",
+        )
+    function = given.get("function") if isinstance(given, Mapping) and kind == "function" else None
+    if not isinstance(function, Mapping):
+        raise RequestError(
+            f"a tool is not a function: {str(given)[:80]}", 'give {"type": "function", "function": {"name": ...}}.'
+        )
+    name, schema = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not name.isprintable() or not name:
+        raise RequestError(f"a tool has the name {str(name)[:80]!r}", "give each function a printable name.")
+    if schema is not None and not isinstance(schema, Mapping):
+        raise RequestError(f"the parameters of {name!r} are not a JSON schema", 'give {"type": "object", ...}.')
+    if schema is not None and not _allows_object(schema.get("type", "object")):
+        raise RequestError(
+            f"the parameters of {name!r} are of type {str(schema['type'])[:80]}, but arguments are an object",
+            'give {"type": "object", ...}.',
+        )
+    return Tool(name, schema)
+
+
+def _allows_object(kind: object) -> bool:
+    return kind == "object" or (isinstance(kind, list) and "object" in kind)
+
+
+def choose_tools(tools: Sequence[Tool], choice: str | Mapping[str, Any]) -> list[Tool]:
+    """Return the tools that a `tool_choice` allows: all for "required", or one that is named in OpenAI's form.
+
+    Raises RequestError for a choice that names none of them.
+    """
+    if not tools:
+        raise RequestError(f"tool_choice={choice!r} needs tools", 'give tools, or tool_choice="none".')
+    if choice == "required":
+        return list(tools)
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise RequestError(
+            f"tool_choice={str(choice)[:80]!r} does not name a function",
+            'use "required", or {"type": "function", "function": {"name": ...}}.',
+        )
+    if found := [tool for tool in tools if tool.name == name]:
+        return found[:1]
+    raise RequestError(
+        f"tool_choice names {name!r}, which is not among the tools", suggest(name, {t.name for t in tools})
+    )
+
+
+def parameters(tool: Tool) -> Mapping[str, Any]:
+    """Return the schema of a tool's arguments, which are always an object."""
+    if tool.parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {**tool.parameters, "type": "object"}
+
+
+def check_word(tool: Tool) -> None:
+    """Raise RequestError for a name that is not one word, in a format that writes names without quotes."""
+    if not WORD.issuperset(tool.name):
+        raise RequestError(
+            f"this model can't call a function with the name {tool.name[:80]!r}",
+            "use only English letters, digits, '_', '-' and '.' in its name.",
+        )
+
+
+def object_shape(
+    tool: Tool, marker: str, before: str = "", after: str = "", key: str = "arguments", tags: tuple[str, ...] = ()
+) -> CallShape:
+    """Return the shape of a call `{"name": ..., key: {...}}` between two texts."""
+    name = json.dumps(tool.name, ensure_ascii=False)
+    return CallShape(marker, f'{before}{{"name": {name}, "{key}": ', parameters(tool), "}" + after, tags)
+
+
+def call_grammar(
+    shapes: Iterable[CallShape],
+    token_id: TokenId,
+    separator: str | None = None,
+    compact: bool = False,
+    instead: str | None = None,
+    thought: str = "",
+) -> str:
+    """Return a grammar, in llguidance's dialect of Lark, for calls that each have one of these shapes.
+
+    token_id: returns the id of a marker or tag that is one added token, and can only be written as this token;
+    otherwise None. separator: the text between two calls; None = there is one call. compact: arguments have no white
+    space between their parts. instead: symbols that the text may have in place of calls, such as `json_symbol`.
+    thought: symbols that may precede all others.
+    """
+    calls = {f"call_{i}": " ".join(_symbols(shape, token_id, compact)) for i, shape in enumerate(shapes)}
+    more = "" if separator is None else f" ({_quoted(separator)} call)*"
+    answers = {f"call{more}": " | ".join(calls), "instead": instead}
+    kept = {answer: rule for answer, rule in answers.items() if rule}
+    rules = {"answer": " | ".join(kept), **{answer.split()[0]: rule for answer, rule in kept.items()}, **calls}
+    first = {"start": "thought? answer", "thought": thought} if thought else {"start": "answer"}
+    return "\n".join(f"{name}: {rule}" for name, rule in {**first, **rules}.items())
+
+
+def json_symbol(schema: Mapping[str, Any], compact: bool) -> str:
+    """Return the symbol of a grammar for JSON that fits a schema. compact: it has no white space between its parts."""
+    options = {"whitespace_flexible": not compact}  # overrides the options of the schema itself
+    return f"%json {json.dumps({**with_written_bounds(schema), 'x-guidance': options})}"
+
+
+def form_symbol(source: GrammarSource) -> str | None:
+    """Return the symbol of a form in a grammar; None for a grammar, whose rules may have the same names."""
+    if source.kind == "json":
+        schema = json.loads(source.text)
+        return json_symbol(schema, source.compact) if isinstance(schema, dict) else None
+    if source.kind == "choice":
+        return "(" + " | ".join(map(json.dumps, json.loads(source.text))) + ")"
+    if source.kind == "regex":
+        quoted = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], source.text, flags=re.DOTALL)
+        return "/(?:" + quoted.replace("\n", r"\n") + ")/"
+    return None
+
+
+def _symbols(shape: CallShape, token_id: TokenId, compact: bool) -> list[str]:
+    tags, arguments = (shape.marker, *shape.tags), json_symbol(shape.schema, compact)
+    return [*literals(shape.marker + shape.prefix, tags, token_id), arguments, *literals(shape.suffix, tags, token_id)]
+
+
+def literals(text: str, tags: Iterable[str], token_id: TokenId) -> list[str]:
+    """Return a text as symbols of a grammar: tags as token ids, the rest as strings."""
+    tokens = {tag: token for tag in tags if tag and (token := token_id(tag)) is not None}
+    pieces = re.split("(" + "|".join(map(re.escape, tokens)) + ")", text) if tokens else [text]
+    return [f"<[{tokens[piece]}]>" if piece in tokens else _quoted(piece) for piece in pieces if piece]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text) if text else ""
+
 
 SPACE = " \t\r\n"
 
@@ -103,6 +279,10 @@ class Deltas:
         """End the newest call's arguments."""
         self.num_open -= 1
 
+    def plain(self, piece: str) -> None:
+        """Add text whose white space is kept, wherever it is."""
+        self._made.append(TextDelta(piece))
+
     def reasoning(self, piece: str) -> None:
         """Add to the reasoning."""
         self.end()
@@ -130,34 +310,14 @@ def _join(group: Sequence[Delta]) -> Delta:
     return ToolDelta(first.index, first.id, first.name, pieces)
 
 
-class ToolParser(ABC):
-    """Separates calls from text while both are generated. A format is a subclass, `Parser` in its module.
+class StreamParser(ABC):
+    """Reads a text while it is generated. Time is linear in the text, and the result does not depend on its pieces."""
 
-    marker: begins a call; "" = no marker. closing: may follow a call, and is left out. reads_all: the format also
-    separates reasoning, with and without tools. Time is linear in the text.
-    """
-
-    marker: ClassVar[str]
-    closing: ClassVar[str | None] = None
-    reads_all: ClassVar[bool] = False
-    reasons = False  # whether the text so far ends within reasoning
-    default_id: ClassVar[Callable[[], str]] = staticmethod(random_id)
-
-    def __init__(self, new_id: Callable[[], str] | None = None) -> None:
-        """new_id: makes the calls' ids; None = random ones."""
-        self._deltas = Deltas(new_id or type(self).default_id)
-        self._cursor = Cursor()
+    def __init__(self, new_id: Callable[[], str] = random_id) -> None:
+        """new_id: makes the calls' ids."""
+        self._deltas, self._cursor = Deltas(new_id), Cursor()
         self._script = self._read()
         next(self._script)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether a call's arguments have not ended."""
-        return self._deltas.num_open > 0
-
-    def after(self, prompt: str, calls: bool) -> Self:
-        """Return this parser, ready for the answer to a prompt. calls: it may have calls."""
-        return self
 
     def feed(self, text: str) -> list[Delta]:
         """Take more text; return the deltas that are now final. Only a possible beginning of a marker is held back."""
@@ -171,6 +331,37 @@ class ToolParser(ABC):
             self._script.send("")
         self._deltas.end()
         return self._deltas.fetch()
+
+    @abstractmethod
+    def _read(self) -> Script:
+        """Read the text; the first character is sent first."""
+
+
+class ToolParser(StreamParser):
+    """Separates calls from text while both are generated. A format is a subclass, `Parser` in its module.
+
+    marker: begins a call; "" = no marker. closing: may follow a call, and is left out. reads_all: the format also
+    separates reasoning, with and without tools.
+    """
+
+    marker: ClassVar[str]
+    closing: ClassVar[str | None] = None
+    reads_all: ClassVar[bool] = False
+    reasons = False  # whether the text so far ends within reasoning
+    default_id: ClassVar[Callable[[], str]] = staticmethod(random_id)
+
+    def __init__(self, new_id: Callable[[], str] | None = None) -> None:
+        """new_id: makes the calls' ids; None = random ones."""
+        super().__init__(new_id or type(self).default_id)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a call's arguments have not ended."""
+        return self._deltas.num_open > 0
+
+    def after(self, prompt: str, calls: bool) -> Self:
+        """Return this parser, ready for the answer to a prompt. calls: it may have calls."""
+        return self
 
     @classmethod
     def markers(cls) -> tuple[str, ...]:
@@ -206,15 +397,18 @@ class ToolParser(ABC):
     def _calls(self) -> Script:
         """Read the calls that follow a marker. Raises MalformedError; then the content of `_cursor.raw` is text."""
 
+    @override
     def _read(self) -> Script:
-        self._cursor.char = yield
+        cursor = self._cursor
+        cursor.char = yield
         yield from self._begin()
-        while self._cursor.char:
-            found = yield from self._search()
-            if found and found == self.marker:
+        while found := (yield from search(cursor, self.markers(), self._deltas.text)):
+            cursor.raw[:] = found
+            cursor.char = yield
+            if found == self.marker:
                 yield from self._attempt()
-            elif found and self._deltas.after_call:
-                self._cursor.raw.clear()
+            elif self._deltas.after_call:
+                cursor.raw.clear()
             self._release()
 
     def _begin(self) -> Script:
@@ -229,20 +423,6 @@ class ToolParser(ABC):
         """Output the characters that are not part of a call as text."""
         self._deltas.text("".join(self._cursor.raw))
         self._cursor.raw.clear()
-
-    def _search(self) -> Generator[None, str, str]:
-        """Output text up to a marker or a closing, which stays in `raw`. Return it, or "" at the end of the text."""
-        cursor, held, markers = self._cursor, "", self.markers()
-        while cursor.char:
-            held += cursor.char
-            while not any(marker.startswith(held) for marker in markers):
-                self._deltas.text(held[0])
-                held = held[1:]
-            cursor.raw[:] = held
-            cursor.char = yield
-            if held in markers:
-                return held
-        return ""
 
     def _call_object(self) -> Script:
         """Read `{"name": ..., "arguments": {...}}`; "parameters" is another name for arguments."""
@@ -305,7 +485,6 @@ def parse(parser: ToolParser, pieces: Iterable[str]) -> list[Delta]:
 Script = Generator[None, str, None]
 Emit = Callable[[str], None]
 
-_SPACE = frozenset(" \t\r\n")
 _DIGITS = frozenset("0123456789")
 _HEX = frozenset("0123456789abcdefABCDEF")
 _ESCAPES = frozenset('"\\/bfnrt')
@@ -324,6 +503,22 @@ class Cursor:
     def __init__(self) -> None:
         self.char = ""
         self.raw: list[str] = []
+
+
+def search(cursor: Cursor, tags: Sequence[str], emit: Emit) -> Generator[None, str, str]:
+    """Pass text on up to one of these tags, and return the tag before its last character is passed; "" at the end."""
+    held = ""
+    while cursor.char:
+        held += cursor.char
+        while held and not any(tag.startswith(held) for tag in tags):
+            emit(held[0])
+            held = held[1:]
+        if held in tags:
+            return held
+        cursor.char = yield
+    for char in held:
+        emit(char)
+    return ""
 
 
 def take(cursor: Cursor, emit: Emit, instead: str | None = None) -> Script:
@@ -349,7 +544,7 @@ def require(cursor: Cursor, text: str, emit: Emit = drop) -> Script:
 
 def skip_space(cursor: Cursor, emit: Emit = drop) -> Script:
     """Read white space, if there is any."""
-    while cursor.char in _SPACE:
+    while cursor.char and cursor.char in SPACE:
         yield from take(cursor, emit)
 
 

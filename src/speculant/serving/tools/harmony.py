@@ -13,8 +13,21 @@ from typing import Self
 
 from typing_extensions import override
 
-from speculant.serving.tools.base import Emit, MalformedError, Script, ToolParser, read_object, skip_space
-from speculant.serving.tools.schema import CallShape, TokenId, Tool, check_word, literals, parameters
+from speculant.serving.tools.base import (
+    CallShape,
+    Emit,
+    MalformedError,
+    Script,
+    TokenId,
+    Tool,
+    ToolParser,
+    check_word,
+    literals,
+    parameters,
+    read_object,
+    search,
+    skip_space,
+)
 
 _CHANNEL, _CONSTRAIN, _MESSAGE, _START = "<|channel|>", "<|constrain|>", "<|message|>", "<|start|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -85,6 +98,7 @@ class HarmonyParser(ToolParser):
         yield from read_object(self._cursor, self._add_arguments)
         self._deltas.end_call()
 
+    @override
     def _read(self) -> Script:
         self._cursor.char = yield
         while self._cursor.char:
@@ -130,20 +144,10 @@ class HarmonyParser(ToolParser):
 
     def _until_tag(self, emit: Emit) -> Generator[None, str, str]:
         """Pass text on up to a tag, and return the tag; "" at the end of the text."""
-        cursor, held = self._cursor, ""
-        while cursor.char:
-            held += cursor.char
-            while not any(tag.startswith(held) for tag in _TAGS):
-                emit(held[0])
-                held = held[1:]
-            is_tag = held in _TAGS
-            self.reasons &= not is_tag
-            cursor.char = yield
-            if is_tag:
-                return held
-        for piece in held:
-            emit(piece)
-        return ""
+        if tag := (yield from search(self._cursor, _TAGS, emit)):
+            self.reasons = False
+            self._cursor.char = yield
+        return tag
 
 
 Parser = HarmonyParser

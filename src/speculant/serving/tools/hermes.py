@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from speculant.serving.tools.base import Script, ToolParser, skip_space
-from speculant.serving.tools.schema import CallShape, Tool, object_shape
+from speculant.serving.tools.base import CallShape, Script, Tool, ToolParser, object_shape, skip_space
 
 _OTHERS = ("<function=", "<arg_key>")  # formats that share the marker: Qwen3-Coder's, GLM's
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from speculant.serving.tools.base import Script, ToolParser, drop, skip_space, take
-from speculant.serving.tools.schema import CallShape, Tool, object_shape
+from speculant.serving.tools.base import CallShape, Script, Tool, ToolParser, drop, object_shape, skip_space, take
 
 
 class JsonParser(ToolParser):

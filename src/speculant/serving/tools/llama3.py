@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing_extensions import override
 
+from speculant.serving.tools.base import CallShape, Tool, object_shape
 from speculant.serving.tools.json import JsonParser
-from speculant.serving.tools.schema import CallShape, Tool, object_shape
 
 
 class LlamaParser(JsonParser):

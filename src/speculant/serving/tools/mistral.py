@@ -10,17 +10,22 @@ from collections.abc import Generator
 from typing_extensions import override
 
 from speculant.serving.tools.base import (
+    WORD,
+    CallShape,
     MalformedError,
     Script,
+    Tool,
     ToolParser,
+    check_word,
     drop,
+    object_shape,
+    parameters,
     read_object,
     require,
     short_id,
     skip_space,
     take,
 )
-from speculant.serving.tools.schema import WORD, CallShape, Tool, check_word, object_shape, parameters
 
 _ARGUMENTS = "[ARGS]"
 

@@ -55,7 +55,7 @@ def test_text_is_the_same_in_parts(checkpoints: Checkpoints, monkeypatch: pytest
     for end in range(1, 6):
         alone = reader.distributions(Text([*TEXT.prompt, *TEXT.output[: end - 1]], [7]), SAMPLED)
         assert torch.allclose(whole[end - 1], alone[0], atol=1e-12)
-    monkeypatch.setattr("speculant.lab.bench.acceptance.CHUNK", 3)
+    monkeypatch.setattr("speculant.lab.bench.pair.CHUNK", 3)
     assert torch.allclose(reader.distributions(TEXT, SAMPLED), whole, atol=1e-12)
 
 

@@ -28,7 +28,7 @@ def make_run(*requests: tuple[float, int]) -> BenchRun:
 
 
 def test_each_category_has_figures_of_its_own() -> None:
-    workload = Workload("bench", [[1]] * 3, [0.0] * 3, categories=["easy", "hard", "easy"])
+    workload = Workload("bench", [[1]] * 3, categories=["easy", "hard", "easy"])
     plain, drafted = make_run((1.0, 0), (1.0, 0), (1.0, 0)), make_run((1.2, 4), (1.2, 1), (1.2, 4))
     found = by_category(BenchCase(workload, PARAMS, {"plain": [plain] * 2, "drafted": [drafted] * 2}))
     assert list(found) == ["easy", "hard"]
@@ -46,7 +46,7 @@ def test_each_category_has_figures_of_its_own() -> None:
 
 
 def test_several_samples_of_a_prompt_belong_to_its_category() -> None:
-    workload = Workload("bench", [[1], [2]], [0.0, 0.0], categories=["easy", "hard"])
+    workload = Workload("bench", [[1], [2]], categories=["easy", "hard"])
     params = SamplingParams(n=2, max_tokens=40)
     runs = {"plain": [make_run(*[(1.0, 0)] * 4)], "drafted": [make_run((1.0, 4), (1.0, 4), (1.0, 1), (1.0, 1))]}
     found = by_category(BenchCase(workload, params, runs))
@@ -56,5 +56,5 @@ def test_several_samples_of_a_prompt_belong_to_its_category() -> None:
 
 
 def test_prompts_without_categories_have_no_figures() -> None:
-    workload = Workload("code", [[1]], [0.0])
+    workload = Workload("code", [[1]])
     assert by_category(BenchCase(workload, PARAMS, {"plain": [make_run((1.0, 0))]})) == {}

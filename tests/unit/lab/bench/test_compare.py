@@ -8,8 +8,15 @@ import pytest
 
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError, SpeculantError
-from speculant.lab.bench import Setting, build_ways, configured, settings, usual_settings
-from speculant.lab.bench.compare import _conclusions, _fastest
+from speculant.lab.bench import (
+    Setting,
+    build_ways,
+    compared_conclusions,
+    configured,
+    fastest_way,
+    settings,
+    usual_settings,
+)
 from speculant.params import SamplingParams
 from tests.models import Checkpoints
 
@@ -119,14 +126,14 @@ def a_case(**speeds: float) -> dict[str, Any]:
 
 def test_the_fastest_way_is_named_with_those_close_to_it() -> None:
     case = a_case(slow=1.1, fast=2.0, close=1.85)
-    assert _fastest(case) == "fast"
-    said = list(_conclusions(case))
+    assert fastest_way(case) == "fast"
+    said = list(compared_conclusions(case))
     assert said[0] == "fastest: fast, 2.00 (1.90-2.10) times the speed of plain decoding between tokens"
     assert said[1] == "its quartiles overlap with those of close: the order is not certain"
-    assert len(list(_conclusions(a_case(slow=1.1, fast=2.0)))) == 1
+    assert len(list(compared_conclusions(a_case(slow=1.1, fast=2.0)))) == 1
 
 
 def test_nothing_is_fastest_if_plain_decoding_is() -> None:
     case = a_case(one=0.9, other=0.99)
-    assert _fastest(case) == "plain"
-    assert list(_conclusions(case)) == ["no way is faster than plain decoding"]
+    assert fastest_way(case) == "plain"
+    assert list(compared_conclusions(case)) == ["no way is faster than plain decoding"]

@@ -11,8 +11,18 @@ import pytest
 
 from speculant import __version__
 from speculant.errors import ConfigError
-from speculant.lab.bench import Change, HistoryEntry, Spread, append, command_of, entry_of, history, read, typical
-from speculant.lab.bench.history import compare
+from speculant.lab.bench import (
+    Change,
+    HistoryEntry,
+    Spread,
+    append,
+    command_of,
+    compare_entries,
+    entry_of,
+    history,
+    read,
+    typical,
+)
 
 MACHINE = {"processor": "a", "threads": 2}
 DOCUMENT = {
@@ -80,7 +90,7 @@ def test_appended_entries_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("median", [0.5, 1.0, 2.0])
 def test_slower_and_faster_are_beyond_the_spread(median: float) -> None:
     entries = [an_entry(1.0), an_entry(1.04), an_entry(0.97), an_entry(median)]
-    [found] = compare(entries)
+    [found] = compare_entries(entries)
     assert (found.num_earlier, found.entry) == (3, entries[-1])
     [change] = found.changes
     assert change.verdict == {0.5: "slower", 1.0: "unchanged", 2.0: "faster"}[median]
@@ -104,7 +114,7 @@ def test_usual_bounds_cover_runs_that_differ() -> None:
 
 def test_other_commands_and_machines_are_not_compared() -> None:
     others = [an_entry(9.0, command="other"), replace(an_entry(9.0), machine={"processor": "b"})]
-    found = compare([an_entry(1.0), *others, an_entry(1.0)])
+    found = compare_entries([an_entry(1.0), *others, an_entry(1.0)])
     assert [each.num_earlier for each in found] == [0, 0, 1]
     assert [list(each.changes) for each in found[:2]] == [[], []]
     assert found[2].changes[0].verdict == "unchanged"
@@ -112,7 +122,7 @@ def test_other_commands_and_machines_are_not_compared() -> None:
 
 def test_a_new_figure_is_not_compared() -> None:
     first = replace(an_entry(1.0), figures={"other": Spread(1, 1, 1)})
-    [found] = compare([first, an_entry(1.0)])
+    [found] = compare_entries([first, an_entry(1.0)])
     assert (found.num_earlier, list(found.changes)) == (1, [])
 
 

@@ -18,7 +18,7 @@ from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError, ModelError
 from speculant.kernels import usable_sets
 from speculant.lab.inflation import SHAPES, Shape, fitting_shape, inflate, named_shape
-from speculant.models import Experts, TensorFiles, load_model, read_description, read_model_config, resolve_source
+from speculant.models import Experts, load_model, open_folder, read_description, read_model_config, resolve_source
 from tests.unit.models.families import FEW, Session, random_tokens, thinned_cases, write_variant
 
 NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
@@ -151,8 +151,8 @@ def test_an_own_head_stays_separate(draft: Path, precise: Tensor, tmp_path: Path
 
 def test_a_tied_head_becomes_separate(draft: Path, inflated: Path) -> None:
     """Its parts add up to the table's rows without rounding: two halves, and a copy times zero."""
-    table = TensorFiles.open(draft).read("model.embed_tokens.weight")
-    weights = TensorFiles.open(inflated)
+    table = open_folder(draft).read("model.embed_tokens.weight")
+    weights = open_folder(inflated)
     assert torch.equal(weights.read("model.embed_tokens.weight"), table.repeat(1, 3))
     first, second, third = weights.read("lm_head.weight").chunk(3, dim=1)
     assert torch.equal(first, second)
@@ -161,7 +161,7 @@ def test_a_tied_head_becomes_separate(draft: Path, inflated: Path) -> None:
 
 
 def test_further_weights_are_random_and_meet_zeros(inflated: Path) -> None:
-    weights = TensorFiles.open(inflated)
+    weights = open_folder(inflated)
     assert {weights.read(name).dtype for name in weights.names()} == {torch.bfloat16}
     gate, down = (weights.read(f"model.layers.1.mlp.{name}_proj.weight") for name in ("gate", "down"))
     assert gate[240:].float().std() == pytest.approx(0.02, rel=0.05)
@@ -201,7 +201,7 @@ def test_card_describes_the_model(inflated: Path) -> None:
     assert "the function of `draft` at the shape of a larger model" in card
     assert "text and acceptance are\nthose of the small model, the cost is that of the large one" in card
     assert "| hidden_size | 128 | 384 |" in card
-    weights = TensorFiles.open(inflated)
+    weights = open_folder(inflated)
     assert f"| weights | 1,331,840 | {sum(weights.read(name).numel() for name in weights.names()):,} |" in card
 
 

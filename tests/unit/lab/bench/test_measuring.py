@@ -28,7 +28,7 @@ from speculant.params import SamplingParams
 from tests.models import Checkpoints
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
-WORKLOAD = Workload("test", [[1], [2]], [0.0, 0.0])
+WORKLOAD = Workload("test", [[1], [2]])
 
 
 def make_run(outputs: Sequence[Sequence[int]], seconds: float = 1.0) -> BenchRun:

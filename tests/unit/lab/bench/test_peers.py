@@ -49,7 +49,7 @@ from safetensors.torch import save_file
 from speculant.cli import Speeds
 from speculant.files import read_json
 from speculant.lab.inflation import write_pair
-from speculant.models import TensorFiles, resolve_source
+from speculant.models import open_folder, resolve_source
 from speculant.text import Tokenizer
 
 COMPLETED = """\
@@ -261,7 +261,7 @@ def test_missing_peers_name_the_searched_places(tmp_path: Path) -> None:
 
 
 def test_every_tensor_has_a_name_in_llama_cpp() -> None:
-    names = [gguf_name(name) for name in TensorFiles.open(resolve_source(DEMO)).names()]
+    names = [gguf_name(name) for name in open_folder(resolve_source(DEMO)).names()]
     assert len(set(names)) == len(names)
     assert "blk.7.attn_q.weight" in names
 

@@ -23,7 +23,7 @@ from speculant.text import IncrementalDetokenizer
 from tests.models import Checkpoints
 
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-WORKLOAD = Workload("test", [[65, 66, 67], [68]], [0.0, 0.0])
+WORKLOAD = Workload("test", [[65, 66, 67], [68]])
 
 
 class Sampled:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import pytest
-from rich.console import Console
 
 from speculant.errors import ConfigError, ServerError
 from speculant.lab.bench import (
@@ -24,6 +23,7 @@ from speculant.lab.bench import (
     tables,
 )
 from speculant.metrics import TimingMetrics
+from tests.unit.lab.bench.test_report import text_of
 
 MODES = {"plain": {"speculation": False}, "speculative": {"x": 1}}
 
@@ -136,11 +136,7 @@ def test_texts_are_compared_if_both_modes_answered() -> None:
 def test_the_report_has_all_measurements() -> None:
     value = _measure(ScriptedLoad(texts=["other"]), LoadPlan(4, (1.0,), seconds=5.0, rounds=1))
     [level] = value["loads"]
-    console = Console(width=100)
-    with console.capture() as capture:
-        for table in (*tables("serve", value["capacity"]), *tables("serve", level)):
-            console.print(table)
-    shown = capture.get()
+    shown = text_of([*tables("serve", value["capacity"]), *tables("serve", level)])
     assert shown.count("refused (429)") == shown.count("first token p50 (ms)") == shown.count("ratio") == 2
     lines = list(conclusions(level))
     assert "times the tokens/s of plain" in lines[0]

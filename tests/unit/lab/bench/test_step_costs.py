@@ -7,7 +7,7 @@ import pytest
 from speculant.config import EngineConfig
 from speculant.engine import Runtime, build_around, build_engine
 from speculant.errors import RequestError
-from speculant.lab.bench import LengthCosts, costs, measure_steps
+from speculant.lab.bench import LengthCosts, measure_steps, measuring
 from speculant.params import SamplingParams
 from tests.models import Checkpoints
 
@@ -50,15 +50,15 @@ def test_each_length_is_measured(checkpoints: Checkpoints) -> None:
 def test_only_whole_drafts_count(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock counts drafted tokens, so the costs show which steps count: none of prompts or shortened drafts."""
     runtime = make_runtime(checkpoints, checkpoints.near)
-    monkeypatch.setattr(costs, "_difference", lambda before, after: costs.StepTime(after.steps, 1.0))
-    times = costs._sample(runtime, [65, 66, 67], GREEDY, 5, iter(["a"]))
-    assert len(times) == costs.STEPS
+    monkeypatch.setattr(measuring, "_difference", lambda before, after: measuring.StepTime(after.steps, 1.0))
+    times = measuring._sample(runtime, [65, 66, 67], GREEDY, 5, iter(["a"]))
+    assert len(times) == measuring.STEPS
     assert times[0].draft_s >= 3, "the prompt's step and the first draft are left out"
 
 
 def test_lower_quartile_ignores_other_programs() -> None:
-    usual, hit = costs.StepTime(1.0, 2.0), costs.StepTime(9.0, 9.0)
-    found = costs._typical((0, 1), [[[usual, hit], [usual, hit, usual]], [[hit], [usual, usual]]])
+    usual, hit = measuring.StepTime(1.0, 2.0), measuring.StepTime(9.0, 9.0)
+    found = measuring._typical((0, 1), [[[usual, hit], [usual, hit, usual]], [[hit], [usual, usual]]])
     assert found.draft_s == [1.0, 1.0]
     assert found.other_s == [2.0, 2.0]
 

@@ -8,7 +8,15 @@ import pytest
 
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
-from speculant.lab.bench import SweepPlan, WorkloadConfig, chains_of, measure_steps, predict_sweep, sweep, sweep_params
+from speculant.lab.bench import (
+    SweepPlan,
+    WorkloadConfig,
+    chains_of,
+    compare,
+    measure_steps,
+    predict_sweep,
+    sweep_params,
+)
 from speculant.params import SamplingParams
 from tests.models import Checkpoints
 from tests.unit.lab.bench.test_step_costs import make_runtime
@@ -71,7 +79,7 @@ def test_other_ways_to_draft_are_refused(config: EngineConfig, problem: str) -> 
 
 
 def test_a_prediction_is_that_of_its_own_prompts(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "_COST_SECONDS", 0.0)
+    monkeypatch.setattr(compare, "_COST_SECONDS", 0.0)
     config = chains_of(EngineConfig(checkpoints.target, checkpoints.target, dtype="float64"))
     parts = list[str]()
     plan = SweepPlan(CODE, 4, (1, 3), (1, 2))
@@ -90,7 +98,7 @@ def test_a_prediction_is_that_of_its_own_prompts(checkpoints: Checkpoints, monke
 def test_prompts_of_a_file_are_repeated(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    monkeypatch.setattr(sweep, "_COST_SECONDS", 0.0)
+    monkeypatch.setattr(compare, "_COST_SECONDS", 0.0)
     path = tmp_path / "prompts.txt"
     path.write_text("one\ntwo\n")
     config = chains_of(EngineConfig(checkpoints.target, checkpoints.near, dtype="float64"))

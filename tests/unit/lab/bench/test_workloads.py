@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from speculant.lab.bench import (
     USUAL_LENGTH,
     Workload,
     WorkloadConfig,
-    arrival_times,
     code_prompt,
     edit_prompt,
     make_workload,
@@ -72,7 +70,7 @@ def test_tokens_before_every_text_are_kept(tmp_path: Path) -> None:
 
 def test_random_prompts_have_ordinary_tokens_alone(runtime: Runtime) -> None:
     workload = make_workload(WorkloadConfig("random", num_prompts=50, prompt_length=40), runtime, EIGHT)
-    seen = set(itertools.chain(*workload.prompts))
+    seen = {token for prompt in workload.prompts for token in prompt}
     assert len(workload.prompts) == 50
     assert {len(prompt) for prompt in workload.prompts} == {40}
     assert seen == set(range(END)), "2000 draws meet each of 256 bytes, and neither of the special tokens"
@@ -121,20 +119,17 @@ def test_sizes_are_above_zero(field: str, value: int) -> None:
         WorkloadConfig(**{field: value})
 
 
-def test_arrivals_are_all_at_once_or_a_poisson_process() -> None:
-    assert arrival_times(3, None) == [0.0, 0.0, 0.0]
-    times = arrival_times(4001, 20.0)
+def test_arrivals_are_all_at_once_or_follow_a_rate(runtime: Runtime) -> None:
+    """tests/unit/lab/bench/test_serving_load.py shows that they are a Poisson process."""
+    assert not make_workload(WorkloadConfig(), runtime, EIGHT).arrivals
+    times = make_workload(WorkloadConfig(request_rate=20.0), runtime, EIGHT).arrivals
     assert times == sorted(times)
     assert times[0] == 0.0
-    gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
-    assert sum(gaps) / len(gaps) == pytest.approx(1 / 20, rel=0.1)
-    assert sum(gap > 1 / 20 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.05), (
-        "exponential: 1/e are longer"
-    )
+    assert len(times) == EIGHT
 
 
 def test_a_workload_that_does_not_fit_is_refused() -> None:
-    workload = Workload("code", [[1] * 10, [1] * 30], [0.0, 0.0])
+    workload = Workload("code", [[1] * 10, [1] * 30])
     require_room(workload, 70, Limits(100, 1, 100))
     with pytest.raises(SpeculantError, match="30 tokens and 71") as caught:
         require_room(workload, 71, Limits(100, 1, 100))
@@ -143,7 +138,7 @@ def test_a_workload_that_does_not_fit_is_refused() -> None:
 
 
 def test_a_workload_describes_itself() -> None:
-    assert Workload("code", [[1], [1] * 4, [1] * 3], [0.0] * 3, 2.0).to_dict() == {
+    assert Workload("code", [[1], [1] * 4, [1] * 3], request_rate=2.0).to_dict() == {
         "prompts": "code",
         "num_prompts": 3,
         "prompt_tokens": {"min": 1, "median": 3, "max": 4},
@@ -176,8 +171,10 @@ def test_prompts_of_all_categories_are_taken_in_turn(runtime: Runtime, tmp_path:
     assert workload.categories == ["a", "a", "b", "c"]
     assert make_workload(WorkloadConfig(source), runtime, EIGHT).categories == ["a", "a", "a", "b", "b", "c"]
     assert make_workload(WorkloadConfig(), runtime, EIGHT).categories == ()
-    first = workload.first(2)
-    assert (first.prompts, first.categories, first.arrivals) == (workload.prompts[:2], ["a", "a"], [0.0, 0.0])
+    arriving = make_workload(WorkloadConfig(source, num_prompts=4, request_rate=2.0), runtime, EIGHT)
+    first = arriving.first(2)
+    assert (first.prompts, first.categories) == (workload.prompts[:2], ["a", "a"])
+    assert first.arrivals == arriving.arrivals[:2]
 
 
 def test_a_server_gets_texts_alone(tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from speculant.lab.theory import divergence, greedy_acceptance, rejection_sampling_acceptance
-from speculant.lab.theory.acceptance import acceptance
+from speculant.lab.theory import acceptance, divergence, greedy_acceptance, rejection_sampling_acceptance
 from tests.unit.lab.theory.process import within_three_errors
 
 Array = NDArray[np.float64]

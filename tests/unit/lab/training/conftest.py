@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from speculant.lab.training import LanguageRun, TrainingConfig
+from speculant.lab.training import LanguageRun, TrainingConfig, load_plain
+from speculant.models import Decoder
+from tests.models import END, Shape, write_checkpoint
 from tests.unit.lab.training.runs import tiny
 
 NAMES = [f"package/module_{i}.py" for i in range(90)]  # one of them, 64, falls under the held-out rule
@@ -40,7 +42,18 @@ def config(corpus_folder: Path, tmp_path: Path) -> TrainingConfig:
 
 
 @pytest.fixture(scope="session")
-def target_folder(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_folder(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = replace(tiny(corpus_folder, tmp_path_factory.mktemp("runs") / "target"), hidden=32, steps=60)
     LanguageRun(config).carry_out()
     return config.out
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target with random weights."""
+    return write_checkpoint(tmp_path_factory.mktemp("random") / "target", Shape(end=END))
+
+
+@pytest.fixture(scope="session")
+def target(target_folder: str) -> Decoder:
+    return load_plain(target_folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from speculant import LLM, SamplingParams
 from speculant.cli import app
 from speculant.errors import ConfigError, ModelError
 from speculant.lab.training import (
@@ -31,19 +29,10 @@ from speculant.lab.training import (
 )
 from speculant.models import Decoder
 from tests.models import END, Shape, write_checkpoint
+from tests.unit.lab.training.runs import SMALL_DRAFT, command, drafts
 from tests.unit.models.families import VARIANTS, thinned_cases
 
 SEQ = 16
-
-
-@pytest.fixture(scope="module")
-def target_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_checkpoint(tmp_path_factory.mktemp("boosted") / "target", Shape(end=END))
-
-
-@pytest.fixture(scope="module")
-def target(target_folder: str) -> Decoder:
-    return load_plain(target_folder)
 
 
 @pytest.fixture(scope="module")
@@ -139,29 +128,21 @@ def test_figures_are_those_of_the_formulas(texts: Texts, target: Decoder, near: 
 def test_a_run_makes_drafts_for_one_tree(tmp_path: Path, target_folder: str, corpus_folder: Path) -> None:
     """From prompts to drafts in one tree, in one session and in two."""
     arguments = [
-        "train", "draft", "--target", target_folder, "--data", str(corpus_folder), "--tokens", "640",
-        "--seq", str(SEQ), "--batch", "4", "--hidden", "16", "--intermediate", "24", "--layers", "1", "--heads", "2",
-        "--kv-heads", "1", "--json",
+        "draft", "--target", target_folder, "--data", corpus_folder, "--tokens", 640, "--seq", SEQ, *SMALL_DRAFT,
     ]  # fmt: skip
     found = []
     for name, sessions in (
-        ("once", [["--boosted", "2", "--steps", "6"]]),
-        ("twice", [["--boosted", "1", "--steps", "6"], ["--boosted", "2", "--steps", "6", "--resume"]]),
+        ("once", [["--boosted", 2, "--steps", 6]]),
+        ("twice", [["--boosted", 1, "--steps", 6], ["--boosted", 2, "--steps", 6, "--resume"]]),
     ):
         out = tmp_path / name
-        for session in sessions:
-            result = CliRunner().invoke(app, [*arguments, "--out", str(out), *session])
-            assert result.exit_code == 0, result.output
-        found.append([without_time(each) for each in json.loads(result.stdout)["drafts"]])
+        *_, measured = [command(*arguments, "--out", out, *session) for session in sessions]
+        found.append([without_time(each) for each in measured["drafts"]])
     assert found[0] == found[1]
     assert [each["steps"] for each in found[0]] == [6, 6]
     assert "Measured" in (out / "2" / "README.md").read_text()
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    plain = LLM(target_folder, use_speculative_decoding=False).generate(["hello", "def f"], params)
     speculative = {"method": "specinfer", "model": str(out / "1"), "models": [str(out / "2")], "depth": 2}
-    drafted = LLM(target_folder, speculative_config=speculative).generate(["hello", "def f"], params)
-    assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
-    assert sum(each.metrics.speculative_decoding.num_draft_tokens for each in drafted) > 0
+    assert drafts(target_folder, speculative) > 0
 
 
 def without_time(outcome: dict[str, Any]) -> dict[str, Any]:
@@ -198,7 +179,11 @@ def test_each_draft_begins_with_the_weights_before(
 
 
 def test_errors_are_raised_before_a_run(tmp_path: Path, target_folder: str) -> None:
-    for changes, reason in (({"boosted": 0}, "boosted=0"), ({"heads": 3}, "heads"), ({"steps": None}, "needs an end")):
+    for changes, reason in (
+        ({"boosted": 0}, "--boosted is 0"),
+        ({"heads": 3}, "heads"),
+        ({"steps": None}, "needs an end"),
+    ):
         with pytest.raises(ConfigError, match=reason):
             config_of(tmp_path, target_folder, **changes)
     config = config_of(tmp_path, target_folder)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from speculant.errors import ConfigError
 from speculant.lab.cli import train
-from speculant.lab.training import TrainingConfig
+from speculant.lab.training import LanguageRun, TrainingConfig
 from tests.unit.lab.training.runs import prepare
 
 SMALL = (
@@ -72,7 +72,7 @@ def test_missing_settings_are_reported_before_files_are_read(
 
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])
 def test_a_seed_in_the_range_draws_weights_and_windows(seed: int, config: TrainingConfig) -> None:
-    _, trainer = prepare(replace(config, seed=seed))
+    _, trainer = prepare(LanguageRun(replace(config, seed=seed)))
     assert trainer.windows.batch(0, 2).shape == (2, 1 + config.seq)
 
 

@@ -21,7 +21,7 @@ PAGE = (Path(__file__).parents[4] / "docs/training.md").read_text()
 @pytest.mark.slow
 def test_python_of_the_training_page_runs(
     corpus_folder: Path,
-    target_folder: Path,
+    trained_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -29,7 +29,7 @@ def test_python_of_the_training_page_runs(
     """It is the code of the page, with other text files and with the windows of a small model."""
     monkeypatch.chdir(tmp_path)
     for name in ("target", "draft"):
-        shutil.copytree(target_folder, name)
+        shutil.copytree(trained_folder, name)
     monkeypatch.setattr(configuration, "TrainingConfig", partial(TrainingConfig, data=(corpus_folder,), seq=32))
     [block] = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     exec(compile(block, "docs/training.md", "exec"), {})

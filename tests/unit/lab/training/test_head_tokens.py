@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from speculant.kernels import usable_sets
 from speculant.lab.bench import HeadSize, best_size, drafting, overlaps, sizes_of
 from tests.heads import write_eagle
 from tests.models import END, HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, checkpoints
+from tests.unit.lab.training.runs import command
 
 __all__ = ["checkpoints"]
 PARAMS = [
@@ -30,12 +32,7 @@ PROMPTS = ["class A:", "import os"]
 ENGINES = [{"dtype": "float64"}, *([{"dtype": "float32", "kernels": "native"}] if usable_sets() else [])]
 
 
-def train(*arguments: object) -> dict[str, Any]:
-    command = ["train", "head-tokens", *map(str, arguments), "--json"]
-    run = CliRunner().invoke(app, command, catch_exceptions=False)
-    assert run.exit_code == 0, run.output
-    counted: dict[str, Any] = json.loads(run.stdout)
-    return counted
+train = partial(command, "head-tokens")
 
 
 @pytest.mark.covering(1)

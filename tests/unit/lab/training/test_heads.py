@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
-from speculant import LLM, SamplingParams
 from speculant.cache import slotted_cache
-from speculant.cli import app
 from speculant.drafting import HeadFolder
 from speculant.drafting.heads import eagle3, page
 from speculant.errors import ConfigError
 from speculant.files import read_json
 from speculant.lab.training import (
+    KINDS,
     HeadRun,
     HeadTrainingConfig,
     Optimizer,
@@ -29,34 +25,22 @@ from speculant.lab.training import (
     Texts,
     Trainer,
     distances,
-    kind_names,
-    load_kind,
-    look_ahead_states,
     most_texts,
     open_texts,
     overlaps,
     save_texts,
 )
-from speculant.models import CausalLM, Decoder, Rope, SequenceInput, build_batch, inner_width, load_model, read_rope
+from speculant.models import CausalLM, Decoder, Rope, SequenceInput, build_batch, inner_width, read_rope
 from speculant.types import DraftTree
 from tests.examples import examples
 from tests.gguf_models import convert
 from tests.heads import fresh_ahead, fresh_states
 from tests.models import END, Shape, write_checkpoint
+from tests.unit.lab.training.runs import command, drafts, have_the_same_bits, resume
 from tests.unit.models.families import VARIANTS, cases_with
 
 SEQ = 16
 QUICK = ("llama", "gpt_oss", "opt", "ministral3", "qwen2")  # families that meet all kinds of heads
-
-
-@pytest.fixture(scope="module")
-def target_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_checkpoint(tmp_path_factory.mktemp("heads") / "target", Shape(end=END))
-
-
-@pytest.fixture(scope="module")
-def target(target_folder: str) -> Decoder:
-    return cast(Decoder, load_model(target_folder, "float32").model)
 
 
 def config_of(out: Path, target: str, kind: str, **changes: Any) -> HeadTrainingConfig:
@@ -120,7 +104,7 @@ def test_a_short_output_head_learns_the_target_among_its_tokens() -> None:
 def new_objective(kind: str, folder: Path, target: Decoder, **changes: Any) -> tuple[RoundsObjective, Texts]:
     """Return an untrained head that continues its own states, and three texts."""
     save_texts(folder, torch.randint(0, 250, (3, SEQ), generator=torch.Generator().manual_seed(0)).tolist(), SEQ, 0)
-    objective = load_kind(kind).make(config_of(folder, "target", kind, **changes), target)
+    objective = KINDS[kind].make(config_of(folder, "target", kind, **changes), target)
     assert isinstance(objective, RoundsObjective)
     texts = open_texts(folder, target, layers=objective.layers)
     objective.use(texts)
@@ -196,12 +180,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(
 
     whole, first, second = new_trainer(), new_trainer(), new_trainer()
     assert len(list(whole.run())) == 4
-    assert len(list(itertools.islice(first.run(), 2))) == 2
-    first.save()
-    second.resume()
-    assert len(list(second.run())) == 2
-    for one, other in zip(whole.model.parameters(), second.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert have_the_same_bits(resume(first, second, saved=2), whole)
 
 
 @torch.inference_mode()
@@ -235,7 +214,7 @@ def test_a_folder_has_the_measured_acceptance(
 @pytest.mark.parametrize(("kind", "size"), [("eagle", 40), ("eagle3", 10**6)])
 def test_a_short_output_head_has_its_limits(kind: str, size: int, tmp_path: Path, target: Decoder) -> None:
     with pytest.raises(ConfigError, match="draft_vocab|output head"):
-        load_kind(kind).make(config_of(tmp_path, "target", kind, draft_vocab=size), target)
+        KINDS[kind].make(config_of(tmp_path, "target", kind, draft_vocab=size), target)
 
 
 def test_texts_stay_within_the_bound() -> None:
@@ -247,43 +226,33 @@ def test_texts_stay_within_the_bound() -> None:
 def test_every_kind_is_a_method() -> None:
     from speculant import plugins
 
-    assert set(kind_names()) <= set(plugins.names("speculant.drafting"))
+    assert set(KINDS) <= set(plugins.names("speculant.drafting"))
     with pytest.raises(ConfigError, match="did you mean 'eagle'"):
         config_of(Path("out"), "demo", "eagel")
 
 
 @pytest.mark.slow  # quick tests run the command on conversations, and all else that this does in one process
-@pytest.mark.parametrize("kind", kind_names())
+@pytest.mark.parametrize("kind", list(KINDS))
 def test_a_run_makes_a_head_that_drafts(kind: str, tmp_path: Path, target_folder: str, corpus_folder: Path) -> None:
     """From prompts to a folder for an engine, in one session and in two."""
     arguments = [
-        "train", "head", "--kind", kind, "--target", target_folder, "--data", str(corpus_folder), "--suffix", ".txt",
-        "--tokens", "640", "--seq", str(SEQ), "--batch", "4", "--num-heads", "2", "--depth", "2", "--json",
+        "head", "--kind", kind, "--target", target_folder, "--data", corpus_folder, "--tokens", 640, "--seq", SEQ,
+        "--batch", 4, "--num-heads", 2, "--depth", 2, *(["--draft-vocab", 100] if kind == "eagle3" else []),
     ]  # fmt: skip
-    suffix = next(path.suffix for path in corpus_folder.rglob("*") if path.is_file())
-    arguments[arguments.index(".txt")] = suffix
-    if kind == "eagle3":
-        arguments += ["--draft-vocab", "100"]
     found = []
-    for name, sessions in (("once", [["--steps", "6"]]), ("twice", [["--steps", "3"], ["--steps", "6", "--resume"]])):
+    for name, sessions in (("once", [["--steps", 6]]), ("twice", [["--steps", 3], ["--steps", 6, "--resume"]])):
         out = tmp_path / name
-        for session in sessions:
-            result = CliRunner().invoke(app, [*arguments, "--out", str(out), *session])
-            assert result.exit_code == 0, result.output
-        found.append(json.loads(result.stdout))
+        *_, measured = [command(*arguments, "--out", out, *session) for session in sessions]
+        found.append(measured)
     assert found[0]["steps"] == found[1]["steps"] == 6
     assert len(found[0]["acceptance"]["alpha"]) == 2
     assert all(0 <= share <= 1 for share in found[0]["acceptance"]["alpha"])
     assert "Measured" in (out / "README.md").read_text()
-    training = json.loads((out / "config.json").read_text())["training"]
+    training = read_json(out / "config.json")["training"]
     assert training["steps"] == 6
     assert training["minutes"] == pytest.approx(found[1]["minutes"], abs=0.01)
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    plain = LLM(target_folder, use_speculative_decoding=False).generate(["hello", "def f"], params)
-    llm = LLM(target_folder, speculative_config={"method": kind, "model": str(out), "num_speculative_tokens": 2})
-    drafted = llm.generate(["hello", "def f"], params)
-    assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
-    assert sum(each.metrics.speculative_decoding.num_draft_tokens for each in drafted) > 0
+    speculative = {"method": kind, "model": str(out), "num_speculative_tokens": 2}
+    assert drafts(target_folder, speculative) > 0
 
 
 def test_a_head_names_its_target_without_suffix_and_part(tmp_path: Path) -> None:
@@ -300,25 +269,13 @@ def test_a_head_is_trained_for_a_gguf_file(tmp_path: Path, target_folder: str, c
     """The rotary factors of a file are written unchanged."""
     factors = {"rope_freqs.weight": np.linspace(1, 4, 4, dtype=np.float32)}
     target, out = convert(target_folder, tmp_path / "target.gguf", "Q8_0", extra=factors), tmp_path / "head"
-    arguments = [
-        "train", "head", "--kind", "eagle", "--target", str(target), "--data", str(corpus_folder), "--suffix", ".py",
-        "--tokens", "640", "--seq", str(SEQ), "--batch", "4", "--steps", "3", "--out", str(out), "--json",
-    ]  # fmt: skip
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert json.loads((out / "config.json").read_text())["rope_scaling"] == {
-        "rope_type": "factors",
-        "factors": [1, 2, 3, 4],
-    }
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    plain = LLM(str(target), use_speculative_decoding=False).generate(["hello", "def f"], params)
-    drafted = LLM(str(target), speculative_config={"method": "eagle", "model": str(out)}).generate(
-        ["hello", "def f"], params
-    )
-    assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
+    arguments = ["--data", corpus_folder, "--tokens", 640, "--seq", SEQ, "--batch", 4, "--steps", 3, "--out", out]
+    command("head", "--kind", "eagle", "--target", target, *arguments)
+    assert read_json(out / "config.json")["rope_scaling"] == {"rope_type": "factors", "factors": [1, 2, 3, 4]}
+    drafts(str(target), {"method": "eagle", "model": str(out)})
 
 
-@pytest.mark.parametrize("case", cases_with(kind_names(), QUICK))
+@pytest.mark.parametrize("case", cases_with(list(KINDS), QUICK))
 def test_a_head_is_trained_for_any_family(case: tuple[str, str, str], tmp_path: Path) -> None:
     family, variant, kind = case
     settings = tuple(VARIANTS.get(family, {}).get(variant, {}).items())
@@ -331,12 +288,8 @@ def test_a_head_is_trained_for_any_family(case: tuple[str, str, str], tmp_path: 
     target = run.target
     open_texts(config.out, target, layers=run.head.layers)
     run.carry_out()
-    params = SamplingParams(temperature=0, max_tokens=examples(30, least=16), ignore_eos=True)
-    common: dict[str, Any] = {"dtype": "float64"}
-    plain = LLM(str(folder), use_speculative_decoding=False, **common).generate(["hello", "def f"], params)
-    llm = LLM(str(folder), speculative_config={"method": kind, "model": str(config.out)}, **common)
-    drafted = llm.generate(["hello", "def f"], params)
-    assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
+    speculative = {"method": kind, "model": str(config.out)}
+    drafts(str(folder), speculative, max_tokens=examples(30, least=16), dtype="float64")
     if kind.startswith("eagle"):
         head = read_json(config.out / "config.json")
         rope = target.config.ropes[0] if target.config.ropes else Rope(10000.0)
@@ -344,24 +297,11 @@ def test_a_head_is_trained_for_any_family(case: tuple[str, str, str], tmp_path: 
         assert head["intermediate_size"] == inner_width(target.config.layers[0].mlp)
 
 
-@torch.inference_mode()
-def test_look_ahead_rows_are_those_of_a_draft(target: Decoder) -> None:
-    """After each place of a text, the rows equal those of the target's pass in a draft."""
-    tokens = torch.randint(0, 250, (2, SEQ), generator=torch.Generator().manual_seed(0))
-    inputs, places = torch.randn(3, target.hidden_size), torch.tensor([0, 4, 9])
-    made = look_ahead_states(target, tokens, places, inputs)
-    assert made.shape == (2, 3, 3, target.hidden_size)
-    for row, text in enumerate(tokens.tolist()):
-        for index, place in enumerate(places.tolist()):
-            expected = fresh_ahead(target, text[: place + 1], inputs)
-            torch.testing.assert_close(made[row, index], expected, atol=2e-5, rtol=1e-4)
-
-
 def test_look_ahead_learns_later_distributions(tmp_path: Path, target: Decoder, target_folder: str) -> None:
     """Row t is compared with the target's state t tokens later; the embeddings alone have gradients."""
     save_texts(tmp_path, [torch.randint(0, 250, (SEQ,)).tolist() for _ in range(3)], SEQ, 0)
     texts = open_texts(tmp_path, target)
-    objective = load_kind("pass").make(config_of(tmp_path, target_folder, "pass"), target)
+    objective = KINDS["pass"].make(config_of(tmp_path, target_folder, "pass"), target)
     objective.use(texts)
     made, own = objective.predicted(torch.tensor([1]), 5)
     states = texts.states_of(torch.tensor([1]))[0]

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
-from speculant import LLM, SamplingParams
 from speculant.cache import slotted_cache
-from speculant.cli import app
 from speculant.errors import ConfigError
 from speculant.lab.training import (
     STRIDE,
@@ -30,19 +26,10 @@ from speculant.lab.training import (
 )
 from speculant.models import Decoder, SequenceInput, build_batch
 from speculant.types import DraftTree
-from tests.models import END, VOCAB_SIZE, Checkpoints, Shape, write_checkpoint
+from tests.models import VOCAB_SIZE, Checkpoints, Shape, write_checkpoint
+from tests.unit.lab.training.runs import SMALL_DRAFT, command, drafts
 
 SEQ, DEPTH = 24, 4
-
-
-@pytest.fixture(scope="module")
-def target_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_checkpoint(tmp_path_factory.mktemp("parallel") / "target", Shape(end=END))
-
-
-@pytest.fixture(scope="module")
-def target(target_folder: str) -> Decoder:
-    return load_plain(target_folder)
 
 
 @pytest.fixture
@@ -125,32 +112,26 @@ def test_a_mask_changes_no_other_token(checkpoints: Checkpoints) -> None:
     torch.testing.assert_close(own[:, :-1], theirs)
 
 
-@pytest.mark.parametrize("changes", [{"parallel": 0}, {"parallel": 33}, {"parallel": 8, "seq": 8}, {"parallel": True}])
-def test_a_wrong_number_is_refused(tmp_path: Path, changes: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="parallel=.* is not from 1 to"):
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"parallel": 0}, "--parallel is 0"),
+        ({"parallel": 33}, "--parallel is 33"),
+        ({"parallel": True}, "--parallel is True"),
+        ({"parallel": 8, "seq": 8}, "no place for --parallel 8"),
+        ({"parallel": 4, "boosted": 2}, "boosted=2 drafts can't be trained with parallel=4"),
+    ],
+)
+def test_a_wrong_number_is_refused(tmp_path: Path, changes: dict[str, int], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         BoostedConfig(tmp_path, "demo", steps=1, **changes)
-    with pytest.raises(ConfigError, match="boosted=2 drafts can't be trained with parallel=4"):
-        BoostedConfig(tmp_path, "demo", boosted=2, parallel=4, steps=1)
 
 
 @pytest.mark.slow
 def test_a_run_makes_a_draft_that_drafts_in_one_pass(tmp_path: Path, target_folder: str, corpus_folder: Path) -> None:
     out = tmp_path / "out"
-    arguments = [
-        "train", "draft", "--parallel", "3", "--target", target_folder, "--data", str(corpus_folder), "--tokens", "640",
-        "--seq", str(SEQ), "--batch", "4", "--hidden", "16", "--intermediate", "24", "--layers", "1", "--heads", "2",
-        "--kv-heads", "1", "--steps", "4", "--out", str(out), "--json",
-    ]  # fmt: skip
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    (found,) = json.loads(result.stdout)["drafts"]
+    arguments = ["--target", target_folder, "--data", corpus_folder, "--tokens", 640, "--seq", SEQ, *SMALL_DRAFT]
+    (found,) = command("draft", "--parallel", 3, *arguments, "--steps", 4, "--out", out)["drafts"]
     assert len(found["by_depth"]) == 3
     assert "token 3 of a pass" in (out / "1" / "README.md").read_text()
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    plain = LLM(target_folder, use_speculative_decoding=False).generate(["hello", "def f"], params)
-    speculative = {"method": "parallel", "num_speculative_tokens": 3}
-    drafted = LLM(target_folder, draft_model=str(out / "1"), speculative_config=speculative).generate(
-        ["hello", "def f"], params
-    )
-    assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
-    assert sum(each.metrics.speculative_decoding.num_draft_tokens for each in drafted) > 0
+    assert drafts(target_folder, {"method": "parallel", "model": str(out / "1"), "num_speculative_tokens": 3}) > 0

@@ -24,13 +24,13 @@ from speculant.lab.training import (
     overlap,
 )
 from speculant.text import Tokenizer
-from tests.unit.lab.training.runs import prepare, tiny, train
+from tests.unit.lab.training.runs import have_the_same_bits, prepare, resume, tiny, train
 
 
 @pytest.fixture(scope="module")
 def whole(corpus_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[LanguageRun, Trainer]:
     """A run that was not interrupted."""
-    return train(tiny(corpus_folder, tmp_path_factory.mktemp("whole") / "model"))
+    return train(LanguageRun(tiny(corpus_folder, tmp_path_factory.mktemp("whole") / "model")))
 
 
 def test_the_loss_falls(whole: tuple[LanguageRun, Trainer]) -> None:
@@ -42,37 +42,25 @@ def test_the_loss_falls(whole: tuple[LanguageRun, Trainer]) -> None:
 
 
 def test_a_resumed_run_ends_with_the_same_bits(config: TrainingConfig, whole: tuple[LanguageRun, Trainer]) -> None:
-    _, first = prepare(config)
-    for report in first.run():
-        if report.step == 11:
-            first.save()
-        if report.step == 13:  # what came after the checkpoint is lost
-            break
-    _, second = prepare(config)
-    second.resume()
-    assert second.state.step == 11
-    for _ in second.run():
-        pass
-    assert second.state.losses == whole[1].state.losses
-    for ours, theirs in zip(second.model.parameters(), whole[1].model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    first, second = (prepare(LanguageRun(config))[1] for _ in range(2))
+    assert have_the_same_bits(resume(first, second, saved=11), whole[1])
 
 
 def test_a_time_budget_ends_a_run_on_time(config: TrainingConfig) -> None:
-    _, trainer = prepare(replace(config, steps=None, minutes=1.0))
+    _, trainer = prepare(LanguageRun(replace(config, steps=None, minutes=1.0)))
     seconds = iter(range(0, 10_000, 2))
     trainer.clock = lambda: float(next(seconds))  # two seconds a step
     assert [report.step for report in trainer.run()][-1] == 30
 
 
 def test_checkpoints_are_written_during_a_run(config: TrainingConfig) -> None:
-    _, trainer = prepare(config)
+    _, trainer = prepare(LanguageRun(config))
     seconds = iter(range(0, 10_000, 2))
     trainer.clock, trainer.save_every = (lambda: float(next(seconds))), 10.0
     reports = trainer.run()
     for _ in range(6):
         next(reports)
-    _, other = prepare(config)
+    _, other = prepare(LanguageRun(config))
     other.resume()
     assert other.state.step == 5
 
@@ -85,15 +73,15 @@ def test_checkpoints_are_written_during_a_run(config: TrainingConfig) -> None:
     ],
 )
 def test_a_run_is_not_resumed_with_other_settings(config: TrainingConfig, change: dict[str, int]) -> None:
-    _, trainer = prepare(config)
+    _, trainer = prepare(LanguageRun(config))
     trainer.save()
-    _, other = prepare(replace(config, **change))
+    _, other = prepare(LanguageRun(replace(config, **change)))
     with pytest.raises(ConfigError, match="other settings"):
         other.resume()
 
 
 def test_a_run_is_not_overwritten(config: TrainingConfig) -> None:
-    _, trainer = prepare(config)
+    _, trainer = prepare(LanguageRun(config))
     with pytest.raises(ConfigError, match=FILE_NAME):
         trainer.resume()
     trainer.save()
@@ -122,15 +110,15 @@ def test_a_run_needs_an_end(config: TrainingConfig) -> None:
         _ = replace(config, steps=None).schedule
 
 
-def test_the_card_describes_the_written_folder(target_folder: Path, corpus_folder: Path) -> None:
-    model, tokenizer = load_plain(str(target_folder)), Tokenizer.from_folder(target_folder)
-    card = (target_folder / "README.md").read_text()
+def test_the_card_describes_the_written_folder(trained_folder: Path, corpus_folder: Path) -> None:
+    model, tokenizer = load_plain(str(trained_folder)), Tokenizer.from_folder(trained_folder)
+    card = (trained_folder / "README.md").read_text()
     held_out = (corpus_folder / "package/module_64.py").read_text()
     ids = [*tokenizer.encode(held_out, add_special_tokens=False), 0]
     loss = evaluate(model, [torch.tensor([0, *ids[i : i + 32]]) for i in range(0, len(ids), 32)])
     assert f"| held-out loss, nats a token | {loss:.3f} |" in card
     assert "speculant train lm --out target --steps 60 --data corpus" in card
-    assert str(target_folder.parent) not in card
+    assert str(trained_folder.parent) not in card
     assert tokenizer.encode("x")[0] == tokenizer.bos_id == tokenizer.eos_id == 0
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
     assert prompt == "<|endoftext|># user:\nhi\n\n# assistant:\n"
@@ -153,10 +141,10 @@ def test_transformers_reads_the_folder_the_same_way(whole: tuple[LanguageRun, Tr
 
 
 @pytest.mark.slow
-def test_distillation_raises_the_overlap(config: TrainingConfig, target_folder: Path) -> None:
-    config = replace(config, distill_from=target_folder, steps=40)
-    run, trainer = prepare(config)
-    target = load_plain(str(target_folder))
+def test_distillation_raises_the_overlap(config: TrainingConfig, trained_folder: Path) -> None:
+    config = replace(config, distill_from=trained_folder, steps=40)
+    run, trainer = prepare(LanguageRun(config))
+    target = load_plain(str(trained_folder))
     windows = held_out_windows(run.texts.held_out, config.seq, run.texts.end_of_text)
     before = overlap(target, trainer.model, windows)
     for _ in trainer.run():
@@ -168,8 +156,8 @@ def test_distillation_raises_the_overlap(config: TrainingConfig, target_folder: 
     assert "--distill-from target" in (config.out / "README.md").read_text()
 
 
-def test_a_model_overlaps_itself(target_folder: Path) -> None:
-    model = load_plain(str(target_folder))
+def test_a_model_overlaps_itself(trained_folder: Path) -> None:
+    model = load_plain(str(trained_folder))
     same = overlap(model, model, [torch.arange(20), torch.arange(7)])
     assert same.alpha == pytest.approx(1.0)
     assert same.greedy_agreement == 1.0
@@ -181,4 +169,4 @@ def test_files_too_short_for_a_window_are_refused(config: TrainingConfig, tmp_pa
     for number in (64, 65):
         (tmp_path / f"package/module_{number}.py").write_text("x\n")
     with pytest.raises(ConfigError, match="too few for windows"):
-        prepare(replace(config, data=(tmp_path,)))
+        prepare(LanguageRun(replace(config, data=(tmp_path,))))

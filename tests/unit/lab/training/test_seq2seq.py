@@ -16,17 +16,13 @@ from typer.testing import CliRunner
 
 from speculant.engine import LLM
 from speculant.errors import ConfigError
-from speculant.lab.cli import train
+from speculant.lab.cli import train as commands
 from speculant.lab.training import (
     PairBatches,
     PairObjective,
     Pairs,
     Seq2SeqConfig,
     Seq2SeqRun,
-    Trainer,
-    begin_folder,
-    choose_tokenizer,
-    encoder_decoders,
     load_plain,
     loss_of_pairs,
     overlap_of_pairs,
@@ -35,6 +31,7 @@ from speculant.lab.training import (
     states_of_pairs,
 )
 from speculant.params import SamplingParams
+from tests.unit.lab.training.runs import have_the_same_bits, prepare, resume, train
 
 WORDS = "zero one two three four five six seven eight nine".split()
 NUMBERS = [str(number * 3) for number in range(250)]
@@ -66,27 +63,12 @@ def config(files: tuple[Path, Path], tmp_path: Path) -> Seq2SeqConfig:
     return config_in(tmp_path / "model", files)
 
 
-def prepare(config: Seq2SeqConfig) -> tuple[Seq2SeqRun, Trainer]:
-    """Do everything before the first step."""
-    begin_folder(config.out, resume=True)
-    run = Seq2SeqRun(config)
-    return run, run.trainer()
-
-
-def trained(config: Seq2SeqConfig) -> tuple[Seq2SeqRun, Trainer]:
-    """Train to the end, without measuring."""
-    run, trainer = prepare(config)
-    for _ in trainer.run():
-        pass
-    return run, trainer
-
-
 class Finished:
     """A run that has ended, and its written model."""
 
     def __init__(self, config: Seq2SeqConfig) -> None:
         self.config = config
-        run, self.trainer = trained(config)
+        run, self.trainer = train(Seq2SeqRun(config))
         self.data, self.outcome = run.data, run.finish(self.trainer)
 
 
@@ -106,20 +88,9 @@ def test_the_loss_falls_and_the_written_model_is_measured(finished: Finished) ->
 def test_seq2seq_runs_are_reproducible(config: Seq2SeqConfig, finished: Finished, tmp_path: Path) -> None:
     """The same seed gives the same bits, also after an interruption; another seed gives others."""
     whole, config = finished.trainer, replace(config, out=tmp_path / "interrupted")
-    _, first = prepare(config)
-    for report in first.run():
-        if report.step == 11:
-            first.save()
-        if report.step == 13:
-            break
-    _, second = prepare(config)
-    second.resume()
-    for _ in second.run():
-        pass
-    assert second.state.losses == whole.state.losses
-    for ours, theirs in zip(second.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-    _, other = trained(replace(config, out=tmp_path / "other", seed=2, steps=1))
+    first, second = (prepare(Seq2SeqRun(config))[1] for _ in range(2))
+    assert have_the_same_bits(resume(first, second, saved=11), whole)
+    _, other = train(Seq2SeqRun(replace(config, out=tmp_path / "other", seed=2, steps=1)))
     assert other.state.losses[0] != whole.state.losses[0]
 
 
@@ -151,7 +122,7 @@ def test_a_written_model_serves_and_ends_its_texts(config: Seq2SeqConfig) -> Non
 def test_a_draft_learns_from_its_teacher(config: Seq2SeqConfig, finished: Finished, tmp_path: Path) -> None:
     teacher = finished.config.out
     draft = replace(config, out=tmp_path / "draft", teacher=teacher, hidden=8, layers=1, decoder_layers=None, steps=60)
-    run, trainer = prepare(draft)
+    run, trainer = prepare(Seq2SeqRun(draft))
     before = trainer.objective.loss(trainer.model, trainer.windows.batch(0, 8), 0.0).item()
     for _ in trainer.run():
         pass
@@ -165,7 +136,7 @@ def test_a_draft_learns_from_its_teacher(config: Seq2SeqConfig, finished: Finish
 
 def test_padding_counts_nowhere(config: Seq2SeqConfig) -> None:
     """The loss of a batch is the mean over the tokens of its pairs alone."""
-    run, trainer = prepare(config)
+    run, trainer = prepare(Seq2SeqRun(config))
     data = run.data
     losses, counts = list[float](), list[int]()
     places = [3, 40, 90]
@@ -193,10 +164,8 @@ def test_each_epoch_has_all_pairs_in_batches_of_one_length() -> None:
 
 
 def test_long_texts_are_cut_and_all_end(config: Seq2SeqConfig) -> None:
-    texts = read_pairs(replace(config, target_tokens=4))
     config.out.mkdir()
-    tokenizer = choose_tokenizer(config, texts[0])
-    pairs = Pairs.of(texts[0], tokenizer, 8, 4)
+    pairs = Seq2SeqRun(replace(config, target_tokens=4)).data.training
     batch = pairs.tensors(range(len(pairs)))
     assert batch.inputs.shape[1] == 4
     assert (batch.inputs[:, 0] == 0).all()
@@ -220,7 +189,7 @@ def _ids(config: Seq2SeqConfig) -> Seq2SeqConfig:
 WRONG: dict[str, Callable[[Seq2SeqConfig], Any]] = {
     "has 250 lines and .* has 1": lambda config: read_pairs(_short(config)),
     "has token ids": lambda config: read_pairs(_ids(config)),
-    "don't fill a batch of 500": lambda config: prepare(replace(config, batch=500)),
+    "don't fill a batch of 500": lambda config: prepare(Seq2SeqRun(replace(config, batch=500))),
     "need two files": lambda config: replace(config, held_out_sources=config.sources),
     "has its tokenizer": lambda config: replace(config, teacher=config.out, tokenizer=config.out),
     "--layers is 0": lambda config: replace(config, decoder_layers=0),
@@ -235,9 +204,9 @@ def test_wrong_seq2seq_settings_are_refused(reason: str, config: Seq2SeqConfig) 
         WRONG[reason](config)
 
 
-def test_a_teacher_without_an_encoder_is_refused(config: Seq2SeqConfig, target_folder: Path) -> None:
+def test_a_teacher_without_an_encoder_is_refused(config: Seq2SeqConfig, trained_folder: Path) -> None:
     with pytest.raises(ConfigError, match="no encoder"):
-        prepare(replace(config, teacher=target_folder))
+        prepare(Seq2SeqRun(replace(config, teacher=trained_folder)))
 
 
 def test_pairs_with_an_empty_side_are_left_out(tmp_path: Path) -> None:
@@ -245,7 +214,7 @@ def test_pairs_with_an_empty_side_are_left_out(tmp_path: Path) -> None:
     sources, targets = tmp_path / "sources.txt", tmp_path / "targets.txt"
     sources.write_text("a\n\nb\u2028b\nc\n", encoding="utf-8")
     targets.write_text("A\nX\nB\n\n", encoding="utf-8")
-    assert list(read_texts(sources, targets).pairs()) == [("a", "A"), ("b\u2028b", "B")]
+    assert list(read_texts(sources, targets)) == [("a", "A"), ("b\u2028b", "B")]
     targets.write_text("\nX\n\n\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="have no pairs"):
         read_texts(sources, targets)
@@ -253,31 +222,30 @@ def test_pairs_with_an_empty_side_are_left_out(tmp_path: Path) -> None:
 
 def test_held_out_files_are_measured_only(config: Seq2SeqConfig, files: tuple[Path, Path]) -> None:
     training, held_out = read_pairs(replace(config, held_out_sources=files[0], held_out_targets=files[1]))
-    assert len(training.sources) == len(held_out.sources) == len(NUMBERS)
-    assert read_texts(*files).targets[7] == words("21")
+    assert len(training) == len(held_out) == len(NUMBERS)
+    assert read_texts(*files)[7][1] == words("21")
     split, out = read_pairs(config)
-    assert 0 < len(out.sources) < 20
-    assert not set(split.sources) & set(out.sources)
+    assert 0 < len(out) < 20
+    assert not set(split) & set(out)
 
 
 def test_the_command_trains_a_target_and_its_draft(files: tuple[Path, Path], tmp_path: Path) -> None:
     small = "--vocab-size 290 --hidden 16 --intermediate 32 --layers 1 --heads 2 --batch 4 --steps 3".split()
     runner, target = CliRunner(), tmp_path / "target"
-    run = runner.invoke(train.app, ["seq2seq", *map(str, files), "--out", str(target), *small, "--json"])
+    run = runner.invoke(commands.app, ["seq2seq", *map(str, files), "--out", str(target), *small, "--json"])
     assert run.exit_code == 0, run.output
     assert json.loads(run.stdout)["steps"] == 3
     again = ["seq2seq", *map(str, files), "--out", str(tmp_path / "draft"), "--teacher", str(target), *small[2:]]
-    run = runner.invoke(train.app, again)
+    run = runner.invoke(commands.app, again)
     assert run.exit_code == 0, run.output
     assert "sum min(p, q) with the target" in run.stderr
 
 
-def test_overlap_is_that_of_all_tokens(config: Seq2SeqConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several parts of a pass, of 256 tokens each, count together."""
-    monkeypatch.setattr(encoder_decoders, "_AT_A_TIME", 100)
-    run, trainer = prepare(config)
+def test_overlap_is_that_of_all_tokens(config: Seq2SeqConfig) -> None:
+    """Several passes, some of them with more than the 256 tokens of a part, count together."""
+    run, trainer = prepare(Seq2SeqRun(config))
     data = run.data
-    _, other = prepare(replace(config, out=config.out.parent / "other", tokenizer=config.out, seed=2))
+    _, other = prepare(Seq2SeqRun(replace(config, out=config.out.parent / "other", tokenizer=config.out, seed=2)))
     found = overlap_of_pairs(trainer.model, other.model, data.training)
     batch = data.training.tensors(range(len(data.training)))
     with torch.no_grad():
@@ -288,7 +256,7 @@ def test_overlap_is_that_of_all_tokens(config: Seq2SeqConfig, monkeypatch: pytes
 
 
 def test_watched_loss_is_that_of_some_pairs(config: Seq2SeqConfig) -> None:
-    run, trainer = prepare(config)
+    run, trainer = prepare(Seq2SeqRun(config))
     data = run.data
     assert trainer.measure is not None
     everything, some = (loss_of_pairs(trainer.model, data.training, most=most) for most in (None, 40))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,12 @@ from speculant.errors import ConfigError, ModelError
 from speculant.text import Tokenizer
 from tests.encoder_decoders import make_t5, write_t5
 from tests.models import BEGIN, END, VOCAB_SIZE, Checkpoints, checkpoints
+from tests.unit.lab.training.runs import command
 
 __all__ = ["checkpoints"]
 
 
-def train(*arguments: object) -> dict[str, int]:
-    run = CliRunner().invoke(app, ["train", "static", *map(str, arguments), "--json"], catch_exceptions=False)
-    assert run.exit_code == 0, run.output
-    counted: dict[str, int] = json.loads(run.stdout)
-    return counted
+train = partial(command, "static")
 
 
 def test_static_tables_are_trained_and_used(checkpoints: Checkpoints, tmp_path: Path) -> None:

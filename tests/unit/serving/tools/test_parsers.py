@@ -1,18 +1,20 @@
-"""Tool calls are separated from text, however the stream is split."""
+"""Tool calls are separated from text, however the stream is split, in the format that a template writes."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from speculant.errors import ConfigError
-from speculant.serving import Delta, TextDelta, ToolDelta, find_format, find_parser, parse
+from speculant.serving import Delta, TextDelta, ToolDelta, ToolParser, find_format, parse, unknown_formats
+from speculant.text import find_tags
 from tests.examples import examples
+from tests.tagged import HARMONY_TEMPLATE, tokenizer_with_tags
 from tests.timing import cpu_seconds, is_within
 
 FORMATS = ["hermes", "llama3", "mistral"]
@@ -24,12 +26,17 @@ PIECES = {
 SHARED = ["{", "}", '"', "\\", '"name"', '"arguments"', ":", '"f"', "{}", " ", "\n", "-1.5e3", "tru", "é", "😀", "text"]
 
 
+def parser_of(name: str, new_id: Callable[[], str] | None = None) -> ToolParser:
+    found = find_format(None, name)
+    assert found is not None
+    return found(new_id)
+
+
 def read(name: str, text: str, cuts: Sequence[int] = ()) -> list[Delta]:
     """Parse a text in pieces; ids count up."""
     places = [0, *sorted(cuts), len(text)]
     numbers = itertools.count()
-    parser = find_parser(None, name, lambda: f"id{next(numbers)}")
-    assert parser is not None
+    parser = parser_of(name, lambda: f"id{next(numbers)}")
     return joined(parse(parser, [text[i:j] for i, j in itertools.pairwise(places)]))
 
 
@@ -99,6 +106,8 @@ CASES = [
     ("mistral", '[TOOL_CALLS]f[ARGS]{"a":1}[TOOL_CALLS]g{}', [call(0, "f", '{"a":1}'), call(1, "g", "{}")]),
     ("mistral", "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}", [ToolDelta(0, "abcdefghi", "f", "{}")]),
     ("mistral", '[TOOL_CALLS][{"name":"f","arguments":{}}, no]', [call(0, "f", "{}"), TextDelta(", no]")]),
+    ("json", "Just text.", [TextDelta("Just text.")]),
+    ("json", '{"name":"f","arguments":{}} so', [call(0, "f", "{}"), TextDelta(" so")]),
 ]
 MALFORMED = [
     ("hermes", "<tool_call>oops</tool_call>"),
@@ -129,8 +138,7 @@ def test_calls_are_read(name: str, text: str, expected: list[Delta]) -> None:
 def test_a_call_is_cut_until_its_arguments_end(name: str) -> None:
     text = written(name, [("f", '{"a": {"b": "}"}}'), ("g", "{}")])
     for length in range(len(text) + 1):
-        parser = find_parser(None, name)
-        assert parser is not None
+        parser = parser_of(name)
         calls = [delta for delta in joined(parse(parser, [text[:length]])) if isinstance(delta, ToolDelta)]
         complete = [each.arguments for each in calls] in ([], ['{"a": {"b": "}"}}'], ['{"a": {"b": "}"}}', "{}"])
         assert parser.is_cut != complete, text[:length]
@@ -199,8 +207,7 @@ def written(name: str, calls: list[tuple[str, str]]) -> str:
 
 
 def test_text_is_streamed_at_once() -> None:
-    parser = find_parser(None, "hermes")
-    assert parser is not None
+    parser = parser_of("hermes")
     assert [parser.feed(piece) for piece in ("Hi", " there <", "b", " <tool", "box")] == [
         [TextDelta("Hi")],
         [TextDelta(" there")],
@@ -211,8 +218,7 @@ def test_text_is_streamed_at_once() -> None:
 
 
 def test_arguments_are_streamed_at_once() -> None:
-    parser = find_parser(None, "hermes", lambda: "id0")
-    assert parser is not None
+    parser = parser_of("hermes", lambda: "id0")
     fed = [parser.feed(piece) for piece in ('<tool_call>{"name": "f",', ' "arguments": {', '"a', '": 1', "}", "}")]
     assert fed == [
         [],
@@ -254,9 +260,7 @@ def test_ids_are_random() -> None:
 
 
 def _two_calls(name: str) -> list[Delta]:
-    parser = find_parser(None, name)
-    assert parser is not None
-    return parse(parser, [written(name, [("f", "{}"), ("g", "{}")])])
+    return parse(parser_of(name), [written(name, [("f", "{}"), ("g", "{}")])])
 
 
 @pytest.mark.parametrize(
@@ -278,4 +282,68 @@ def test_a_format_is_found_by_the_template(template: str | None, name: str | Non
 
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'hermes'"):
-        find_parser("<tool_call>", "hermis")
+        find_format("<tool_call>", "hermis")
+
+
+FRAME = """{%% for m in messages %%}<|im_start|>{{ m.role }}
+{%% if m.tool_calls %%}{%% for c in m.tool_calls %%}{%% set f = c.function %%}%s{%% endfor %%}
+{%%- else %%}%s{{ m.content }}{%% endif %%}<|im_end|>
+{%% endfor %%}{%% if add_generation_prompt %%}<|im_start|>assistant
+%s{%% endif %%}{# tools %s #}"""
+OBJECT = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
+THOUGHT = "{%% if m.reasoning_content %%}<%s>\n{{ m.reasoning_content }}\n</%s>\n\n{%% endif %%}"
+
+
+def template(call: str = "", thought: str = "", opening: str = "", mentions: str = "") -> str:
+    return FRAME % (call, thought, opening, mentions)
+
+
+TEMPLATES: list[tuple[str, str | None, str]] = [
+    ("hermes", "hermes", template(f"<tool_call>\n{OBJECT}\n</tool_call>")),
+    ("hermes after reasoning", "hermes", template(f"<tool_call>{OBJECT}</tool_call>", opening="<think>\n")),
+    ("another marker", None, template(f"<tool_calls>[{OBJECT}]</tool_calls>", mentions="<tool_call>")),
+    ("tags within tags", None, template("]<[<tool_call>]<[<invoke name={{ f.name }}>]<[</tool_call>")),
+    ("llama3", "llama3", template(OBJECT.replace("arguments", "parameters", 1), mentions="<|python_tag|>")),
+    (
+        "a function's tag",
+        None,
+        template("<function={{ f.name }}>{{ f.arguments | tojson }}</function>", mentions="<|python_tag|>"),
+    ),
+    ("mistral", "mistral", template("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}")),
+    ("mistral's list", "mistral", template(f"[TOOL_CALLS] [{OBJECT}]")),
+    ("Python", None, template("[TOOL_CALLS]{{ f.name }}(word='sea')")),
+    ("other arguments", None, template('<tool_call>{"name": "{{ f.name }}", "arguments": {}}</tool_call>')),
+    ("a cut call", None, template('<tool_call>{"name": "{{ f.name }}", "arguments": {"word": "sea"')),
+    ("no calls", "hermes", template(mentions="<tool_call>")),
+    ("calls are an error", "hermes", template("{{ raise_exception('no') }}<tool_call>")),
+    ("harmony", "harmony", HARMONY_TEMPLATE),
+    ("no harmony", None, template("{{ f.name }}", mentions="<|channel|><|message|><|call|>")),
+]
+
+
+@pytest.mark.parametrize(("name", "source"), [pytest.param(*each[1:], id=each[0]) for each in TEMPLATES])
+def test_a_call_is_read_back(name: str | None, source: str) -> None:
+    assert find_format(source) is (find_format(None, name) if name else None)
+    problems = unknown_formats(tokenizer_with_tags(False, source), None)
+    assert ["--tool-parser" in each for each in problems] == ([] if name else [True])
+    assert unknown_formats(tokenizer_with_tags(False, source), "hermes") == []
+
+
+REASONED: list[tuple[str, str | None, str]] = [
+    ("think", "</think>", template(thought=THOUGHT % ("think", "think"))),
+    ("opened", "</think>", template(thought=THOUGHT % ("think", "think"), opening="<think>\n")),
+    ("seed", "</seed:think>", template(thought=THOUGHT % ("seed:think", "seed:think"))),
+    ("the second tags", "[/THINK]", template(thought="[THINK]{{ m.thinking }}[/THINK]", mentions="</think>")),
+    ("others", None, template(thought=THOUGHT % ("mm:think", "mm:think"), mentions="</think>")),
+    ("after the content", None, template(thought="</think>{{ m.reasoning }}: ")),
+    ("not written", "</think>", template(mentions="</think>")),
+    ("none", None, template()),
+]
+
+
+@pytest.mark.parametrize(("end", "source"), [pytest.param(*each[1:], id=each[0]) for each in REASONED])
+def test_reasoning_is_read_back(end: str | None, source: str) -> None:
+    tags = find_tags(source)
+    assert (tags and tags.end) == end
+    problems: list[Any] = unknown_formats(tokenizer_with_tags(False, source), "hermes")
+    assert bool(problems) == (end is None and "</think>" in source)

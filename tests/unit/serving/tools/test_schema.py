@@ -13,11 +13,11 @@ from speculant.serving import (
     CallShape,
     ToolDelta,
     call_grammar,
-    call_schema,
+    choose_tools,
     find_format,
-    find_parser,
     json_symbol,
     parse,
+    read_tools,
 )
 from tests.examples import examples
 
@@ -35,6 +35,13 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 FORMS = [("hermes", None), ("llama3", None), ("mistral", None), ("mistral", "[TOOL_CALLS] [ARGS]")]
 
 
+def shapes_of(choice: Any = "required", template: str | None = None, name: str = "json") -> list[CallShape]:
+    """Return the forms of a required call of `TOOLS`."""
+    found = find_format(template, None if template else name)
+    assert found is not None
+    return [found.shape(tool, template) for tool in choose_tools(read_tools(TOOLS), choice)]
+
+
 def text_of(shape: CallShape, arguments: object) -> str:
     return shape.marker + shape.prefix + json.dumps(arguments) + shape.suffix
 
@@ -43,15 +50,16 @@ def text_of(shape: CallShape, arguments: object) -> str:
 @settings(max_examples=examples(50), deadline=None)
 @given(city=st.text())
 def test_a_parser_reads_its_format_s_shape(name: str, template: str | None, city: str) -> None:
-    shapes = call_schema(TOOLS, "required", template, name)
+    shapes, found = shapes_of("required", template, name), find_format(template, name)
+    assert found is not None
     for shape, tool, arguments in zip(shapes, ("weather", "now"), ({"city": city}, {}), strict=True):
-        parser = find_parser(None, name, lambda: "id")
-        assert parser is not None
-        assert parse(parser, [text_of(shape, arguments)]) == [ToolDelta(0, "id", tool, json.dumps(arguments))]
+        assert parse(found(lambda: "id"), [text_of(shape, arguments)]) == [
+            ToolDelta(0, "id", tool, json.dumps(arguments))
+        ]
 
 
 def test_an_unknown_format_is_a_json_object() -> None:
-    (shape,) = call_schema(TOOLS, NAMED)
+    (shape,) = shapes_of(NAMED)
     assert json.loads(text_of(shape, {"city": "Oslo"})) == {"name": "weather", "arguments": {"city": "Oslo"}}
     assert shape.schema == SCHEMA
 
@@ -72,7 +80,7 @@ def test_an_unknown_format_is_a_json_object() -> None:
 )
 def test_invalid_tools_and_choices_are_refused(tools: Any, choice: Any, reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
-        call_schema(tools, choice)
+        choose_tools(read_tools(tools), choice)
 
 
 def accepts(grammar: str, tokens: list[int]) -> bool:
@@ -97,7 +105,7 @@ def _bytes_tokenizer(llguidance: Any) -> Any:
 
 @pytest.mark.parametrize(("name", "template"), FORMS)
 def test_a_grammar_accepts_only_calls(name: str, template: str | None) -> None:
-    shapes = call_schema(TOOLS, "required", template, name)
+    shapes = shapes_of("required", template, name)
     grammar = call_grammar(shapes, lambda marker: None)
     weather, now = shapes
     assert accepts(grammar, [*text_of(weather, {"city": "Osaka"}).encode()])
@@ -108,7 +116,7 @@ def test_a_grammar_accepts_only_calls(name: str, template: str | None) -> None:
 
 
 def test_json_may_be_written_in_place_of_calls() -> None:
-    shapes = call_schema(TOOLS, "required", "<tool_call>")
+    shapes = shapes_of("required", "<tool_call>")
     symbol = json_symbol({"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}, compact=True)
     grammar = call_grammar(shapes, lambda marker: None, "\n", compact=True, instead=symbol)
     call = text_of(shapes[1], {})
@@ -119,7 +127,7 @@ def test_json_may_be_written_in_place_of_calls() -> None:
 
 
 def test_a_marker_that_is_a_token_is_written_as_the_token() -> None:
-    (shape,) = call_schema(TOOLS, NAMED, "[TOOL_CALLS]")
+    (shape,) = shapes_of(NAMED, "[TOOL_CALLS]")
     grammar = call_grammar([shape], lambda marker: 256 if marker == "[TOOL_CALLS]" else None)
     rest = [*text_of(CallShape("", shape.prefix, {}, shape.suffix), {"city": "x"}).encode()]
     assert accepts(grammar, [256, *rest])
@@ -132,7 +140,7 @@ def test_a_marker_that_is_a_token_is_written_as_the_token() -> None:
 def test_several_calls_may_be_written(template: str, between: str) -> None:
     found = find_format(template)
     assert found is not None
-    shapes = call_schema(TOOLS, "required", template)
+    shapes = shapes_of("required", template)
     assert found.separator(template) == between
     calls = [text_of(shape, arguments) for shape, arguments in zip(shapes, ({"city": "x"}, {}), strict=True)]
     one, more = (call_grammar(shapes, lambda marker: None, each) for each in (None, between))

@@ -18,7 +18,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from speculant.models.weights.formats import HARMLESS, Options
-from speculant.models.weights.scaled import SCALES_OF_16, InputGroups, IntegerMatrix, unpacked
+from speculant.models.weights.scaled import SCALES_OF_16, InputGroups, integer_matrix, unpacked
+from speculant.models.weights.source import JoinedMatrix
 from speculant.models.weights.tensors import ModuleParts, Scheme
 
 QWEIGHT, QZEROS, SCALES = ".qweight", ".qzeros", ".scales"
@@ -41,7 +42,7 @@ class Awq(Scheme):
     parts = (QWEIGHT, QZEROS, SCALES)
 
     @override
-    def matrix(self, parts: ModuleParts) -> IntegerMatrix:
+    def matrix(self, parts: ModuleParts) -> JoinedMatrix:
         shape = parts.shape(QWEIGHT)
         if len(shape) != 2 or 0 in shape:
             raise parts.error(f"{parts.module}{QWEIGHT} is {list(shape)}, which is not a matrix")
@@ -50,9 +51,9 @@ class Awq(Scheme):
         parts.check(QWEIGHT, ["I32"], shape)
         parts.check(QZEROS, ["I32"], (groups.count, words))
         parts.check(SCALES, SCALES_OF_16, (groups.count, words * PER_WORD))
-        return IntegerMatrix(
+        return integer_matrix(
             "AWQ", parts, (words * PER_WORD, k), BITS, SCALES, Tensor.t, lambda: _unpacked(parts, QWEIGHT),
-            lambda: _unpacked(parts, QZEROS), lambda: groups,
+            lambda: _unpacked(parts, QZEROS), groups,
         )  # fmt: skip
 
 

@@ -24,8 +24,8 @@ from typing_extensions import override
 
 from speculant.models.config import is_whole, show
 from speculant.models.weights.formats import OTHER, Options
-from speculant.models.weights.scaled import KnownMatrix, int8_rows, matrix_shape, read_scales
-from speculant.models.weights.source import DECODED_AT_ONCE
+from speculant.models.weights.scaled import int8_rows, matrix_shape, read_scales
+from speculant.models.weights.source import DECODED_AT_ONCE, JoinedMatrix
 from speculant.models.weights.tensors import ModuleParts, Scheme
 
 WEIGHT, SCB = ".weight", ".SCB"
@@ -48,7 +48,7 @@ class Blocks:
     offset: float
 
 
-def _four_bits(parts: ModuleParts, type_: str) -> KnownMatrix:
+def _four_bits(parts: ModuleParts, type_: str) -> JoinedMatrix:
     """Return a matrix of numbers of 4 bits. Raises ModelError for tensors that do not fit each other."""
     blocks = _blocks(parts, STATE[type_])
     count = math.prod(blocks.shape)
@@ -61,7 +61,7 @@ def _four_bits(parts: ModuleParts, type_: str) -> KnownMatrix:
     if parts.kind(WEIGHT) != "U8" or math.prod(parts.shape(WEIGHT)) != -(-count // 2):
         raise parts.error(f"{parts.module}{WEIGHT} does not have {count} numbers of 4 bits")
     kind = type_.upper()
-    return KnownMatrix(blocks.shape, kind, lambda: _decoded(parts, blocks), f"the kernels can't multiply by {kind}")
+    return JoinedMatrix(blocks.shape, kind, lambda: _decoded(parts, blocks), f"the kernels can't multiply by {kind}")
 
 
 def _blocks(parts: ModuleParts, end: str) -> Blocks:
@@ -119,14 +119,14 @@ def _read_blocks(state: Mapping[str, Any]) -> Blocks | None:
     return Blocks((sizes[0], sizes[1]), sizes[2], nested, float(offset))
 
 
-def _int8(parts: ModuleParts) -> KnownMatrix:
+def _int8(parts: ModuleParts) -> JoinedMatrix:
     """Return rows of int8. Raises ModelError for tensors that do not fit each other."""
     shape = matrix_shape(parts, WEIGHT, "I8")
     parts.check(SCB, ["F16", "F32"], shape[:1])
     for end in filter(parts.has, TILES):
         if parts.kind(end) != "U8" or any(parts.read(end).flatten().tolist()):
             raise parts.error(f"{parts.module}{WEIGHT} is stored in tiles for a GPU", OTHER)
-    return KnownMatrix(shape, "INT8", lambda: int8_rows(parts.read(WEIGHT), read_scales(parts, SCB)[:, None] / 127))
+    return JoinedMatrix(shape, "INT8", lambda: int8_rows(parts.read(WEIGHT), read_scales(parts, SCB)[:, None] / 127))
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class BitsAndBytes(Scheme):
     )  # fmt: skip
 
     @override
-    def matrix(self, parts: ModuleParts) -> KnownMatrix:
+    def matrix(self, parts: ModuleParts) -> JoinedMatrix:
         if parts.has(SCB):
             return _int8(parts)
         return _four_bits(parts, next(kind for kind, end in STATE.items() if parts.has(end)))

@@ -32,16 +32,17 @@ from speculant.models.weights.scaled import (
     OF_CACHE,
     WORD,
     InputGroups,
-    IntegerMatrix,
     Tile,
     fp8_matrix,
+    integer_matrix,
     matrix_shape,
     read_groups,
     tile_of,
     unpacked,
 )  # fmt: skip
 from speculant.models.weights.schemes.mxfp4 import BLOCK, mxfp4_matrix
-from speculant.models.weights.tensors import ModuleParts, Scheme, StoredMatrix
+from speculant.models.weights.source import JoinedMatrix
+from speculant.models.weights.tensors import ModuleParts, Scheme
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class WeightOptions:
     tile: Tile | None
     ordered: bool = False
 
-    def matrix(self, parts: ModuleParts) -> StoredMatrix:
+    def matrix(self, parts: ModuleParts) -> JoinedMatrix:
         """Return the matrix of a module. Raises ModelError if it is not stored in this way."""
         if parts.has(GLOBAL):
             raise parts.error(f"{parts.module} is stored in NVFP4, which can't be read", OTHER)
@@ -87,7 +88,7 @@ class WeightOptions:
             parts.shape(ZEROS)
         return self._integers(parts)
 
-    def _integers(self, parts: ModuleParts) -> IntegerMatrix:
+    def _integers(self, parts: ModuleParts) -> JoinedMatrix:
         """Return a matrix of integers. Raises ModelError for tensors that do not fit each other."""
         packed = parts.has(PACKED)
         bits, end = (self.bits, PACKED) if packed else (8, WEIGHT)
@@ -124,9 +125,9 @@ class WeightOptions:
             unset = parts.has(G_IDX) and bool((parts.read(G_IDX) == -1).all())  # it was never filled
             return InputGroups.of_size(k, tile.columns) if unset else read_groups(parts, G_IDX, k, tile.columns)
 
-        return IntegerMatrix(
+        return integer_matrix(
             f"PACKED{bits}", parts, shape, bits, SCALE, lambda scales: tile.by_row(scales, shape), integers, zeros,
-            groups, lambda: torch.from_numpy(integers() ^ np.uint8(MIDDLE)) if packed else parts.read(end),
+            groups(), lambda: torch.from_numpy(integers() ^ np.uint8(MIDDLE)) if packed else parts.read(end),
         )  # fmt: skip
 
     def _check_middle(self, parts: ModuleParts) -> None:
@@ -173,7 +174,7 @@ def _row_integers(words: Tensor, bits: int) -> np.ndarray:
     return found.reshape(len(whole), -1)
 
 
-def _four_bits(parts: ModuleParts) -> StoredMatrix:
+def _four_bits(parts: ModuleParts) -> JoinedMatrix:
     """Return a matrix in MXFP4. Raises ModelError for tensors that do not fit each other."""
     n, size = matrix_shape(parts, PACKED, "U8")
     parts.check(SCALE, ["U8", "F8_E8M0"], (n, 2 * size // BLOCK))
@@ -192,7 +193,7 @@ class CompressedTensors(Scheme):
     unread = (*OF_CACHE, *OF_ACTIVATIONS)
 
     @override
-    def matrix(self, parts: ModuleParts) -> StoredMatrix:
+    def matrix(self, parts: ModuleParts) -> JoinedMatrix:
         """The first options that the tensors fit are the module's."""
         problem: ModelError | None = None
         for group in sorted(self.groups, key=lambda each: each.symmetric == parts.has(ZEROS)):

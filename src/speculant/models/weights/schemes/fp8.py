@@ -17,7 +17,8 @@ from typing_extensions import override
 
 from speculant.models.config import is_whole
 from speculant.models.weights.formats import Options
-from speculant.models.weights.scaled import OF_CACHE, KnownMatrix, Tile, fp8_matrix
+from speculant.models.weights.scaled import OF_CACHE, Tile, fp8_matrix
+from speculant.models.weights.source import JoinedMatrix
 from speculant.models.weights.tensors import ModuleParts, Scheme
 
 WEIGHT, INVERSE, SCALE = ".weight", ".weight_scale_inv", ".weight_scale"
@@ -43,7 +44,7 @@ class Fp8(Scheme):
     unread = (*OF_CACHE, *OF_ACTIVATIONS)
 
     @override
-    def matrix(self, parts: ModuleParts) -> KnownMatrix:
+    def matrix(self, parts: ModuleParts) -> JoinedMatrix:
         if parts.has(INVERSE) and parts.has(SCALE):
             raise parts.error(f"{parts.module} has both {INVERSE[1:]} and {SCALE[1:]}, of which one is its scale")
         return fp8_matrix(parts, WEIGHT, INVERSE if parts.has(INVERSE) else SCALE, self.tile)

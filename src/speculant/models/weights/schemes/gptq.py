@@ -22,7 +22,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from speculant.models.weights.formats import BELONGS, HARMLESS, Options
-from speculant.models.weights.scaled import SCALES_OF_16, WORD, IntegerMatrix, read_groups, unpacked
+from speculant.models.weights.scaled import SCALES_OF_16, WORD, integer_matrix, read_groups, unpacked
+from speculant.models.weights.source import JoinedMatrix
 from speculant.models.weights.tensors import ModuleParts, Scheme
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class Gptq(Scheme):
             self._said.add(other)
 
     @override
-    def matrix(self, parts: ModuleParts) -> IntegerMatrix:
+    def matrix(self, parts: ModuleParts) -> JoinedMatrix:
         name, shape, zeros = parts.module, parts.shape(QWEIGHT), parts.shape(QZEROS)
         if len(shape) != 2 or len(zeros) != 2 or 0 in shape + zeros:
             raise parts.error(f"{name} has qweight {list(shape)} and qzeros {list(zeros)}, which are not matrices")
@@ -79,9 +80,9 @@ class Gptq(Scheme):
         if self.needs_g_idx or parts.has(G_IDX):
             parts.check(G_IDX, ["I32", "I64"], (k,))
         size = self._size(parts, k, groups)
-        return IntegerMatrix(
+        return integer_matrix(
             "GPTQ", parts, (n, k), bits, SCALES, Tensor.t, lambda: unpacked(parts.read(QWEIGHT), bits, axis=0).T,
-            lambda: self._zeros(parts, bits).T, lambda: read_groups(parts, G_IDX, k, size),
+            lambda: self._zeros(parts, bits).T, read_groups(parts, G_IDX, k, size),
         )  # fmt: skip
 
     def _zeros(self, parts: ModuleParts, bits: int) -> np.ndarray:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from speculant.models.weights.scaled import KnownMatrix
-from speculant.models.weights.source import QuantizedBlocks
+from speculant.models.weights.source import JoinedMatrix, QuantizedBlocks
 from speculant.models.weights.tensors import AGAIN, ModuleParts, Scheme
 
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -26,22 +25,22 @@ BLOCK, BYTES = 32, 16  # numbers of a block, and their bytes
 NAN = 255  # the only exponent that is no power of two
 
 
-def mxfp4_matrix(parts: ModuleParts, pairs: str, scales: str, shape: tuple[int, ...]) -> KnownMatrix:
+def mxfp4_matrix(parts: ModuleParts, pairs: str, scales: str, shape: tuple[int, ...]) -> JoinedMatrix:
     """Return a matrix, or stacked ones, of bytes with two numbers each, and of the exponents of blocks of 32 numbers.
 
     pairs, scales: the ends of the tensors' names. Reading raises ModelError for exponents that stand for NaN.
     """
 
-    def read() -> QuantizedBlocks:
-        exponents = parts.read(scales).view(torch.uint8)
+    def read(index: int | None = None) -> QuantizedBlocks:
+        exponents = parts.read(scales, index).view(torch.uint8)
         if bool((exponents == NAN).any()):
             raise parts.error(f"{parts.module}{scales} has scales that are NaN", AGAIN)
-        stored = parts.read(pairs).reshape(-1, BYTES)
+        stored, own = parts.read(pairs, index).reshape(-1, BYTES), shape if index is None else shape[1:]
         numbers = torch.stack((stored & 15, stored >> 4), dim=2).view(-1, 2, BYTES)  # the first and the last 16
         joined = torch.cat((exponents.reshape(-1, 1), numbers[:, 0] | numbers[:, 1] << 4), dim=1)
-        return QuantizedBlocks("mxfp4", shape, joined.view(math.prod(shape[:-1]), -1))
+        return QuantizedBlocks("mxfp4", own, joined.view(math.prod(own[:-1]), -1))
 
-    return KnownMatrix(shape, "MXFP4", read)
+    return JoinedMatrix(shape, "MXFP4", read, part=read)
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Mxfp4(Scheme):
     weight = ""
 
     @override
-    def matrix(self, parts: ModuleParts) -> KnownMatrix:
+    def matrix(self, parts: ModuleParts) -> JoinedMatrix:
         blocks, kind = parts.shape(BLOCKS), parts.kind(BLOCKS)
         scales = parts.shape(SCALES) if parts.has(SCALES) else ()
         if len(blocks) < 3 or (*scales, BYTES) != blocks or {kind, parts.kind(SCALES)} != {"U8"}:

@@ -12,16 +12,148 @@ small model's, so that the norm stays the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from speculant.drafting import Part, Role
-from speculant.errors import ConfigError, ModelError
-from speculant.lab.inflation.shapes import Shape
-from speculant.models import WeightSource, read_plain
+from speculant.errors import ConfigError, ModelError, suggest
+from speculant.models import DecoderConfig, Experts, Layer, Mlp, WeightSource, read_description, read_plain
+
+_OTHER_NAMES = {
+    "hidden_size": ("n_embd", "word_embed_proj_dim"),
+    "intermediate_size": ("n_inner", "ffn_dim"),
+    "num_hidden_layers": ("n_layer",),
+    "num_attention_heads": ("n_head",),
+}  # that sizes have in the config.json of some families
+# hidden size, intermediate size, layers, attention heads per key head
+SHAPES = {"50m": (512, 2048, 8, 4), "1b": (2048, 8192, 16, 4), "3b": (3072, 8192, 28, 3)}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model that may grow; the vocabulary and the heads' dimension stay.
+
+    Raises ConfigError for sizes that no model has.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+
+    def __post_init__(self) -> None:
+        for name, size in asdict(self).items():
+            if size < 1:
+                raise ConfigError(f"the shape has {name} = {size}, not a positive number", f"choose another {name}.")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"the shape has {self.num_attention_heads} attention heads, not a multiple of"
+                f" {self.num_key_value_heads} key heads",
+                "choose a number of attention heads that the key heads divide.",
+            )
+
+    @property
+    def group_size(self) -> int:
+        """The attention heads that share a key head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+
+def named_shape(name: str, head_dim: int) -> Shape:
+    """Return the shape of this name, whose heads of `head_dim` dimensions make up the hidden size.
+
+    Raises ConfigError for an unknown name, and for heads that do not divide the shape.
+    """
+    if name not in SHAPES:
+        raise ConfigError(f"the shape {name!r} is unknown", suggest(name, SHAPES))
+    hidden, intermediate, layers, group = SHAPES[name]
+    if head_dim < 1 or hidden % (head_dim * group):
+        raise ConfigError(
+            f"the hidden size {hidden} of the shape {name!r} is not a whole number of groups of {group} heads of"
+            f" {head_dim} dimensions",
+            "give a Shape of your own.",
+        )
+    return Shape(hidden, intermediate, layers, hidden // head_dim, hidden // head_dim // group)
+
+
+def decoder_shape(decoder: DecoderConfig) -> Shape:
+    """Return the sizes of a model. Raises ModelError if its layers have different ones, or experts, or an encoder."""
+    if decoder.encoder is not None:
+        raise ModelError("encoder-decoder models can't be inflated", "use a model without an encoder.")
+    if any(isinstance(layer.mlp, Experts) for layer in decoder.layers):
+        raise ModelError("models with experts can't be inflated", "use a dense model.")
+    if len({layer.mlp.size for layer in decoder.layers}) > 1:
+        raise ModelError("models whose layers have MLPs of different sizes can't be inflated", "use another model.")
+    of = decoder.attention
+    return Shape(decoder.hidden_size, decoder.layers[0].mlp.size, decoder.num_layers, of.heads, of.kv_heads)
+
+
+def fitting_shape(hf: Mapping[str, Any], shape: Shape) -> Shape:
+    """Return a shape with the number of key heads that the family of a config.json gives it.
+
+    Some families have as many key heads as attention heads.
+    """
+    decoder = read_description(hf)
+    found = decoder_shape(read_description(_enlarged(hf, decoder, shape)))
+    return replace(shape, num_key_value_heads=found.num_key_value_heads)
+
+
+def grown_config(hf: Mapping[str, Any], small: DecoderConfig, shape: Shape) -> tuple[dict[str, Any], DecoderConfig]:
+    """Return config.json at a larger shape, and the description that the family makes of it.
+
+    Raises ConfigError if the family has no such shape, ModelError if the model's arithmetic would change.
+    """
+    grown = _enlarged(hf, small, shape)
+    large = read_description(grown)
+    found, wanted = asdict(decoder_shape(large)), asdict(shape)
+    wrong = [f"{name} {found[name]}, not {size}" for name, size in wanted.items() if found[name] != size]
+    if wrong:
+        raise ConfigError(
+            f"a model of the type {hf.get('model_type')!r} would have {', '.join(wrong)}", "choose these sizes."
+        )
+    layers = tuple(_resized(layer, shape) for layer in small.layers)
+    embedding = replace(small.embedding, hidden_size=shape.hidden_size, scale=large.embedding.scale)
+    kept = (layers, embedding, small.norm, replace(small.head, tied=False), small.max_positions)
+    if kept != (large.layers[: len(layers)], large.embedding, large.norm, large.head, large.max_positions):
+        raise ModelError(
+            f"a model of the type {hf.get('model_type')!r} has other arithmetic at this shape, so that its function"
+            " would change",
+            "keep more of the sizes of the model.",
+        )
+    return grown, large
+
+
+def _enlarged(hf: Mapping[str, Any], small: DecoderConfig, shape: Shape) -> dict[str, Any]:
+    """Return config.json with the sizes of a shape, by each name that it or its family has for them."""
+    sizes = asdict(shape)
+    grown = {**hf, **sizes, "head_dim": small.attention.head_dim, "tie_word_embeddings": False}
+    for size, names in _OTHER_NAMES.items():
+        grown |= {name: sizes[size] for name in names if name in hf}
+    grown |= {key: _extended(value, shape.num_hidden_layers) for key, value in hf.items() if _is_of_layers(key, value)}
+    if read_description(grown).layers[0].mlp.size != shape.intermediate_size:
+        grown |= dict.fromkeys(_OTHER_NAMES["intermediate_size"], shape.intermediate_size)
+    return grown
+
+
+def _is_of_layers(key: str, value: Any) -> bool:
+    """Whether an entry has a value for each layer."""
+    return "layer" in key and isinstance(value, list) and len(value) > 0
+
+
+def _extended(values: list[Any], count: int) -> list[Any]:
+    """Return values for more layers: the same ones again."""
+    return (values * -(-count // len(values)))[:count]
+
+
+def _resized(layer: Layer, shape: Shape) -> Layer:
+    attention = replace(layer.attention, heads=shape.num_attention_heads, kv_heads=shape.num_key_value_heads)
+    assert isinstance(layer.mlp, Mlp)
+    return replace(layer, attention=attention, mlp=replace(layer.mlp, size=shape.intermediate_size))
+
 
 _SEED, _NOISE_SEED, _SCALE = 0, 1, 0.02  # of the random weights, and of noise
 
@@ -79,9 +211,6 @@ class Enlargement:
                 "choose a multiple of the hidden size, and no other size below the model's (group_size ="
                 " num_attention_heads / num_key_value_heads).",
             )
-        self._check_heads()
-
-    def _check_heads(self) -> None:
         sizes = (self.large.num_key_value_heads, self.small.num_key_value_heads), (
             self.large.group_size, self.small.group_size
         )  # fmt: skip
@@ -101,10 +230,6 @@ class Enlargement:
         """Repeat rows [hidden, ...] that are added to the stream, or scale it."""
         return tensor.repeat(self.copies, *[1] * (tensor.ndim - 1))
 
-    def table(self, rows: Tensor) -> Tensor:
-        """Repeat vectors [n, hidden] that are put into the stream."""
-        return rows.repeat(1, self.copies)
-
     def reading(self, matrix: Tensor, name: str, streams: int = 1) -> Tensor:
         """Spread a matrix [n, streams * hidden] that reads one stream or several. Raises ModelError if that rounds."""
         return torch.cat([_spread(part, self.copies, name) for part in matrix.chunk(streams, dim=1)], dim=1)
@@ -115,7 +240,7 @@ class Enlargement:
             case Role.STATE:
                 return torch.cat([self.written(state) for state in tensor.chunk(part.streams)])
             case Role.TABLE:
-                return self.table(tensor)
+                return tensor.repeat(1, self.copies)
             case Role.OUTPUT:
                 return self.reading(tensor, name)
             case Role.BETWEEN:
@@ -135,7 +260,8 @@ class Enlargement:
         """Put a layer's matrix [n, streams * hidden] that reads the stream before random rows; see `reading`."""
         if self._repeats(name):
             return self._repeated(self.reading(matrix, name, streams), name)
-        made, rows, places = self.random_reader(name, streams), self._units(name, self.small), self._places(name)
+        rows, places = self._units(name, self.small), self._units(name, self.large)
+        made = self.random_reader(name, streams)
         made.view(*places, -1)[: rows[0], : rows[1]] = self.reading(matrix, name, streams).view(*rows, -1)
         return made
 
@@ -143,28 +269,22 @@ class Enlargement:
         """Put the bias [n] of such a matrix before zeros."""
         if self._repeats(name):
             return self._repeated(bias, name)
-        rows, places = self._units(name, self.small), self._places(name)
+        rows, places = self._units(name, self.small), self._units(name, self.large)
         made = torch.zeros(math.prod(places), dtype=bias.dtype)
         made.view(places)[: rows[0], : rows[1]] = bias.view(rows)
         return made
 
     def writer(self, matrix: Tensor, name: str) -> Tensor:
         """Put a layer's matrix [hidden, n] that writes the stream before columns of zeros."""
-        made, columns, places = self.empty_writer(name), self._units(name, self.small), self._places(name)
+        columns, places = self._units(name, self.small), self._units(name, self.large)
+        made = torch.zeros(self.large.hidden_size, math.prod(places), dtype=self.dtype)
         made.view(-1, *places)[:, : columns[0], : columns[1]] = self.written(matrix).view(-1, *columns)
         return made
 
     def random_reader(self, name: str, streams: int = 1) -> Tensor:
         """Make the matrix of this name with random rows alone."""
-        size = math.prod(self._places(name)), streams * self.large.hidden_size
+        size = math.prod(self._units(name, self.large)), streams * self.large.hidden_size
         return torch.empty(size, dtype=self.dtype).normal_(0, _SCALE, generator=self._generator)
-
-    def empty_writer(self, name: str) -> Tensor:
-        """Make the matrix of this name with zeros alone."""
-        return torch.zeros(self.large.hidden_size, math.prod(self._places(name)), dtype=self.dtype)
-
-    def _places(self, name: str) -> tuple[int, int, int]:
-        return self._units(name, self.large)
 
     def _units(self, name: str, shape: Shape) -> tuple[int, int, int]:
         """Return the side of a matrix that is not the stream's: its groups, the heads of each, a head's dimensions."""
@@ -179,7 +299,7 @@ class Enlargement:
 
     def _repeated(self, tensor: Tensor, name: str) -> Tensor:
         """Repeat the heads of a tensor [n, ...]."""
-        rows, places = self._units(name, self.small), self._places(name)
+        rows, places = self._units(name, self.small), self._units(name, self.large)
         times = [wide // narrow for wide, narrow in zip(places, rows, strict=True)]
         made = tensor.view(*rows, -1).repeat(*times, 1)
         return made.view(math.prod(places), *tensor.shape[1:])

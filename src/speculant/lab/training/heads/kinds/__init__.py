@@ -1,1 +1,0 @@
-"""The kinds of heads: one module each, named after the method that drafts with it, with a `KIND`."""
