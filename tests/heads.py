@@ -274,8 +274,9 @@ def fresh_rows(
     """Return the rows, from `start` on, that a drafter observes of a fresh pass over a text."""
     states = fresh_states(target, tokens, drafter.needs.target.hidden_layers, source)
     inputs: Tensor | None = getattr(drafter, "inputs", None)
-    ahead = None if inputs is None else fresh_ahead(target, tokens, inputs, source)
-    return CommittedRows(start, tokens[start:], (), tuple(each[start:] for each in states), ahead=ahead)
+    if inputs is not None:
+        states = (torch.cat((*states, fresh_ahead(target, tokens, inputs, source))),)
+    return CommittedRows(start, tokens[start:], (), tuple(each[start:] for each in states))
 
 
 def fresh_cache(target: CausalLM, length: int, source: Sequence[int]) -> tuple[KVCache, int | None]:

@@ -19,15 +19,14 @@ class DraftTree:
 
     scores: for each node, the drafter's estimate of the probability that it is accepted once its parent is, from 0 to
     1; None = no estimate. Only the draft length depends on them.
-    ahead: input embeddings of a chain of look-ahead rows, which the target's pass has below the root and below each
-    node. These rows are not proposals. A draft without nodes may have them too.
+
+    The target's pass has a row for each node. A subclass may add rows that are no proposals, see `LookAheadTree`.
     """
 
     tokens: Tensor  # [n] int64
     parents: Tensor  # [n] int64; parents come before children; -1 = child of the root
     probs: Tensor | None = None  # [n, V]: the distribution each node was drawn from; None = deterministic
     scores: Sequence[float] | None = None
-    ahead: Tensor | None = None  # [k, hidden]
 
     @classmethod
     def chain(cls, tokens: list[int], probs: Tensor | None = None, scores: Sequence[float] | None = None) -> DraftTree:
@@ -35,8 +34,8 @@ class DraftTree:
         tree, values = cls.__new__(cls), array("q", tokens).tolist()  # integers of Python, of any integer type
         size = len(values)
         vars(tree).update(
-            token_list=values, size=size, parent_list=list(range(-1, size - 1)), probs=probs, scores=scores,
-            is_chain=True, depths=list(range(1, size + 1)),  # known here, and read in every pass
+            token_list=values, size=size, num_rows=size, parent_list=list(range(-1, size - 1)), probs=probs,
+            scores=scores, is_chain=True, depths=list(range(1, size + 1)),  # known here, and read in every pass
         )  # fmt: skip
         return tree
 
@@ -51,8 +50,9 @@ class DraftTree:
         """Make a tree from integers of any type. Raises TypeError for others."""
         tree, values = cls.__new__(cls), array("q", tokens).tolist()
         vars(tree).update(
-            token_list=values, size=len(values), parent_list=array("q", parents).tolist(), probs=probs, scores=scores
-        )
+            token_list=values, size=len(values), num_rows=len(values), parent_list=array("q", parents).tolist(),
+            probs=probs, scores=scores,
+        )  # fmt: skip
         return tree
 
     def __getattr__(self, name: str) -> Tensor:
@@ -94,28 +94,21 @@ class DraftTree:
         """Each node's distance from the root, 1 for its children."""
         return list(range(1, self.size + 1)) if self.is_chain else depths_of(self.parent_list)
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
-        """The rows of the target's pass: the nodes and the look-ahead rows."""
-        return self.size if self.ahead is None else self.size + self.num_look_ahead_rows
+        """The rows of the target's pass: the nodes, and the rows that a subclass adds after them."""
+        return self.size
 
-    @property
-    def num_look_ahead_rows(self) -> int:
-        """The number of look-ahead rows."""
-        return 0 if self.ahead is None else (self.size + 1) * len(self.ahead)
+    def pass_rows(self) -> tuple[DraftTree, Sequence[Tensor]]:
+        """Return the tree of all rows of the pass, and the input embeddings [hidden] of those that are no nodes."""
+        return self, ()
 
-    def looking_ahead(self, ahead: Tensor) -> DraftTree:
-        """Return the same draft with look-ahead rows, [k, hidden]."""
-        tree = DraftTree.__new__(DraftTree)
-        vars(tree).update(vars(self), ahead=ahead)
-        return tree
+    def observed(self, kept: Sequence[int]) -> Sequence[int]:
+        """Return the rows whose states are observed if the `kept` nodes are committed: these, and rows below them."""
+        return kept
 
-    def with_look_ahead_rows(self) -> DraftTree:
-        """Return the tree of all rows of a pass: the nodes, then the look-ahead rows of the root and of each node."""
-        parents, count = list(self.parent_list), 0 if self.ahead is None else len(self.ahead)
-        for node in range(-1, self.size) if count else ():
-            parents += (node, *range(len(parents), len(parents) + count - 1))
-        return DraftTree.of([*self.token_list, *[0] * self.num_look_ahead_rows], parents)
+    def check_rows(self, most: int) -> None:
+        """Raise DraftError for more than `most` rows below a node that are no nodes."""
 
     def first(self, count: int) -> DraftTree:
         """Return the tree of the first `count` nodes; this tree itself if it has no more nodes."""
@@ -123,8 +116,7 @@ class DraftTree:
             return self
         probs = None if self.probs is None else self.probs[:count]
         scores = None if self.scores is None else self.scores[:count]
-        kept = DraftTree.of(self.token_list[:count], self.parent_list[:count], probs, scores)
-        return kept if self.ahead is None else kept.looking_ahead(self.ahead)
+        return DraftTree.of(self.token_list[:count], self.parent_list[:count], probs, scores)
 
     def only(self, nodes: Sequence[int]) -> DraftTree:
         """Return the tree of some nodes, in the order given; the parent of each comes before it among them."""

@@ -113,15 +113,13 @@ Successors = Sequence[tuple[int, Sequence[int]]]  # tokens, each with the most l
 class CommittedRows(NamedTuple):
     """The rows of a pass that one sequence has committed: `tokens` at positions start, start + 1, ...
 
-    hidden: for each layer that the drafter announced, the hidden states [n, hidden] of these tokens. gained: the tokens
-    that the pass added to the sequence; the newest of them is not among `tokens`, as it is not computed yet.
+    hidden: for each layer that the drafter announced, the hidden states [n, hidden] of these tokens, then those of the
+    look-ahead rows below the last one, if the pass had some. gained: the tokens that the pass added to the sequence;
+    the newest of them is not among `tokens`, as it is not computed yet.
 
     successors: for each row of the pass that has logits, those of rejected drafts among them, the input token
     and the `TargetNeeds.top_k` most likely next tokens by the target's logits, best first. In a prompt, only
     the last row has logits.
-
-    ahead: the hidden states [k, hidden], after the final norm, of the look-ahead rows below the last one of `tokens`
-    (`DraftTree.ahead`); None = the pass had none.
     """
 
     start: int
@@ -129,7 +127,6 @@ class CommittedRows(NamedTuple):
     gained: Sequence[int] = ()
     hidden: Sequence[Tensor] = ()
     successors: Successors = ()
-    ahead: Tensor | None = None
 
 
 Logprobs = Mapping[int, Logprob]  # at one position: the chosen token and the most likely ones, by token id

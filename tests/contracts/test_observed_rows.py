@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from speculant.cache import paged_cache, slotted_cache
 from speculant.config import Limits
-from speculant.drafting import DrafterNeeds, Drafters, StatelessDrafter, TargetNeeds
+from speculant.drafting import DrafterNeeds, Drafters, LookAheadTree, StatelessDrafter, TargetNeeds
 from speculant.engine import Engine, EngineOptions
 from speculant.errors import ConfigError
 from speculant.lengths import Fixed
@@ -245,26 +245,26 @@ def test_successors_are_those_of_a_fresh_pass(name: str, cache: str) -> None:
 class LookingAhead(Comparing):
     """Drafts with rows of its own, whose states it compares."""
 
-    needs = DrafterNeeds(target=TargetNeeds(inputs=2), emits_tree=True, max_nodes=4)
-
     def __init__(self, model: CausalLM) -> None:
         super().__init__(model)
+        needs = TargetNeeds((model.num_layers + 1,), inputs=2)
+        self.needs = DrafterNeeds(target=needs, emits_tree=True, max_nodes=4)
         noise = torch.randn(2, model.hidden_size, generator=torch.Generator().manual_seed(0))
         self.inputs: Tensor = noise.to(model.cache_shape.dtype)
 
     @override
     def observe(self, request: Request, rows: CommittedRows) -> None:
-        if rows.ahead is not None:
-            end = rows.start + len(rows.tokens)
-            inputs = self.inputs[: len(rows.ahead)]
-            self.assert_same(rows.ahead, fresh_ahead(self.model, request.tokens[:end], inputs))
+        ahead = rows.hidden[0][len(rows.tokens) :]
+        if len(ahead):
+            end, inputs = rows.start + len(rows.tokens), self.inputs[: len(ahead)]
+            self.assert_same(ahead, fresh_ahead(self.model, request.tokens[:end], inputs))
             self.num_kept += len(rows.tokens) - 1
 
     @override
     def tree(self, request: Request, limit: int) -> DraftTree:
         if not limit or len(request.tokens) % 5 == 0:
             return DraftTree.empty()
-        return super().tree(request, limit).looking_ahead(self.inputs[: min(limit, 2)])
+        return LookAheadTree.around(super().tree(request, limit), self.inputs[: min(limit, 2)])
 
 
 def look_ahead(name: str, cache: str, num_blocks: int) -> tuple[Comparing, Engine, Engine]:

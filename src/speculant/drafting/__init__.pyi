@@ -22,7 +22,6 @@ from .composite import (
     bound as bound,
     build_sub_drafter as build_sub_drafter,
     build_sub_drafters as build_sub_drafters,
-    check_ahead as check_ahead,
     check_draft as check_draft,
     check_extends as check_extends,
     combine as combine,
@@ -45,6 +44,7 @@ from .heads.folder import (
 )
 from .heads.future import UNKNOWN as UNKNOWN, product_tree as product_tree
 from .heads.hidden import HiddenDrafter as HiddenDrafter, HiddenStateRunner as HiddenStateRunner, Pending as Pending
+from .heads.look_ahead import LookAheadTree as LookAheadTree
 from .heads.short import (
     FILE as FILE,
     KEY as KEY,

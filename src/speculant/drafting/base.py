@@ -79,8 +79,8 @@ class TargetNeeds:
     layer's output, and L + 1 for that output after the final norm.
     top_k: how many of the target's most likely next tokens `observe` receives for each row that has logits
     (`CommittedRows.successors`); 0 = none are computed.
-    inputs: the most look-ahead rows that it adds to the target's pass below the root and each node
-    (`DraftTree.ahead`); it adds at most as many as its limit on nodes. A drafter with such rows can't be a sub-drafter.
+    inputs: the most look-ahead rows that it adds to the target's pass below the root and each node (`LookAheadTree`);
+    it adds at most as many as its limit on nodes. A drafter with such rows can't be a sub-drafter.
     cache: it reads keys and values from the target's cache: those of a sequence, without the newest token, and
     those of its source, which `observe_source` names.
     encoder: it drafts from the encoder's results; `observe_source` receives them.

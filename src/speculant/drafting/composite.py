@@ -170,15 +170,15 @@ def propose_checked(
     for request, limit, tree in zip(requests, limits, trees, strict=True):
         if request.search is None:
             check_draft(tree, limit, vocab_size, needs.emits_tree)
-            if tree.ahead is not None:
-                check_ahead(tree, min(limit, needs.target.inputs))
+            if tree.num_rows > tree.size:
+                tree.check_rows(min(limit, needs.target.inputs))
         else:
             live = request.search.beams.live_tree
             check_draft(tree, live.size + limit, vocab_size, branches=True)
             check_extends(tree, live)
         if tree.probs is not None and tree.size and not is_built_in(drafter):
             check_probs(tree, tree.probs)
-        if tree.size or tree.ahead is not None:
+        if tree.num_rows:
             drafts[request.seq_id] = tree
     proposals.update(drafts)
 
@@ -219,15 +219,6 @@ def check_draft(tree: DraftTree, most: int, vocab_size: int, branches: bool) -> 
         raise DraftError(
             f"a draft of {tree.size} nodes has probs of shape {list(tree.probs.shape)}",
             f"give [{tree.size}, {vocab_size}], one row per node.",
-        )
-
-
-def check_ahead(tree: DraftTree, most: int) -> None:
-    """Raise DraftError unless a draft with look-ahead rows has 1 to `most` of them below each node."""
-    if tree.ahead is not None and not (tree.ahead.ndim == 2 and 0 < len(tree.ahead) <= most):
-        raise DraftError(
-            f"a draft has look-ahead rows of shape {list(tree.ahead.shape)}, and {most} are allowed below each node",
-            "announce them as target_inputs, and add no more of them than the limit on nodes.",
         )
 
 

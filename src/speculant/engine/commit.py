@@ -116,7 +116,7 @@ def commit(output: TargetOutput, verdict: Verdict, cache: KVCache, max_model_len
     if request.params.logprobs is not None and (logits := output.logits) is not None:
         record_logprobs(request, logits, path, len(tokens))
     kept = path[: len(tokens) - 1]
-    if tree.size or tree.ahead is not None:
+    if tree.num_rows:
         cache.compact(request.seq_id, base, kept)
     request.rounds += 1
     outcome = _outcome(request, tree, path, len(tokens)) if tree.size else None
@@ -138,7 +138,7 @@ def _outcome(request: Request, tree: DraftTree, path: tuple[int, ...], committed
     reached = len(path) + tree.has_children(path[-1] if path else -1)
     tested = max(accepted, min(reached, committed))
     ones = [1] * tested + [0] * (depth - tested), [1] * accepted + [0] * (depth - accepted)
-    return DraftOutcome(request, drafted, *ones, path[:accepted], 0 if tree.ahead is None else tree.num_look_ahead_rows)
+    return DraftOutcome(request, drafted, *ones, path[:accepted], tree.num_rows - tree.size)
 
 
 def commit_beams(output: TargetOutput, beams: Beams, cache: KVCache, now: float) -> Committed:

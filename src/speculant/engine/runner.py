@@ -81,17 +81,15 @@ class TargetOutput(NamedTuple):
     def committed_rows(self, kept: Sequence[int], gained: Sequence[int]) -> CommittedRows:
         """Return the rows that were committed: those of the tokens and of the `kept` nodes. gained: the new tokens."""
         assert self.hidden is not None, "there was no pass"
-        item, tree, first, states, ahead = self.item, self.tree, self.first, self.hidden.taps, None
-        tokens, end = [*item.tokens, *map(tree.token_list.__getitem__, kept)], first + item.count + tree.size
-        if not states or tuple(kept) == tuple(range(len(kept))):
-            states = state_rows(states, first, first + len(tokens))
+        item, tree, first, states = self.item, self.tree, self.first, self.hidden.taps
+        tokens = [*item.tokens, *map(tree.token_list.__getitem__, kept)]
+        observed = kept if tree.num_rows == tree.size else tree.observed(kept)
+        if not states or tuple(observed) == tuple(range(len(observed))):
+            states = state_rows(states, first, first + item.count + len(observed))
         else:
-            rows = [first + row for row in (*range(item.count), *[item.count + node for node in kept])]
+            rows = [first + row for row in (*range(item.count), *[item.count + node for node in observed])]
             states = tuple(own[rows] for own in states)
-        if tree.ahead is not None:
-            last = end + len(tree.ahead) * (1 + kept[-1] if kept else 0)
-            ahead = self.hidden.last[last : last + len(tree.ahead)]
-        return CommittedRows(item.start, tokens, gained, states, self.successors, ahead)
+        return CommittedRows(item.start, tokens, gained, states, self.successors)
 
 
 @torch.inference_mode()
@@ -166,13 +164,13 @@ def forward_target(
 
 
 def _input(item: Scheduled, tree: DraftTree) -> SequenceInput:
-    """Return the rows of a sequence: its tokens, its draft, and the look-ahead rows."""
+    """Return the rows of a sequence: its tokens, its draft, and the draft's rows that are no nodes."""
     length, source = item.request.num_positions, None if item.source is None else item.source.seq_id
-    if tree.ahead is None:
+    if tree.num_rows == tree.size:
         return SequenceInput(item.request.seq_id, item.tokens, tree, length=length, source=source)
-    first = item.count + tree.size
-    own = {first + row: tree.ahead[row % len(tree.ahead)] for row in range(tree.num_look_ahead_rows)}
-    return SequenceInput(item.request.seq_id, item.tokens, tree.with_look_ahead_rows(), own, None, length, source)
+    whole, embeddings = tree.pass_rows()
+    own = dict(enumerate(embeddings, item.count + tree.size))
+    return SequenceInput(item.request.seq_id, item.tokens, whole, own, None, length, source)
 
 
 def _prompt_rows(item: Scheduled) -> range:

@@ -122,7 +122,7 @@ class SequenceDraft:
             return outcome._replace(missing=self.missing, forced=bool(self.forced)) if changed else outcome
         if not self.missing or self.missing < self.limit or self.item.request.search is not None:
             return None
-        return DraftOutcome(self.item.request, (), (), (), (), self.tree.num_look_ahead_rows, self.missing)
+        return DraftOutcome(self.item.request, (), (), (), (), self.tree.num_rows - self.tree.size, self.missing)
 
 
 def propose(
@@ -192,7 +192,7 @@ def _fill(
     for draft, limit, whole, tree in zip(drafts, limits, proposed, trees, strict=True):
         draft.missing = max(0, limit - whole.size)
         made = DraftTree.chain(list(draft.forced[: draft.limit])) if draft.forced else tree
-        if draft.limit and (made.size or made.ahead is not None):
+        if draft.limit and made.num_rows:
             draft.tree = made
 
 

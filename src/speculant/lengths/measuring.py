@@ -359,10 +359,9 @@ class Calibration(Measurement):
     def _observe(self, drafter: Drafter, text: Request) -> None:
         """Give a drafter hidden states for a sequence's prompt; their values do not matter here."""
         needs, tokens = drafter.needs, text.tokens[:-1]
-        if needs.target.hidden_layers or needs.target.inputs:
-            states, ahead = self._zeros(len(tokens)), self._zeros(needs.target.inputs)
-            hidden = (states,) * len(needs.target.hidden_layers)
-            drafter.observe(text, CommittedRows(0, tokens, text.tokens[-1:], hidden, ahead=ahead))
+        if needs.target.hidden_layers:
+            hidden = (self._zeros(len(tokens) + needs.target.inputs),) * len(needs.target.hidden_layers)
+            drafter.observe(text, CommittedRows(0, tokens, text.tokens[-1:], hidden))
 
     def _zeros(self, rows: int) -> Tensor:
         return torch.zeros(rows, self._target.hidden_size, dtype=torch.float32, device=self._target.cache_shape.device)

@@ -13,10 +13,10 @@ from speculant import LLM
 from speculant.drafting import (
     Drafter,
     DrafterNeeds,
+    LookAheadTree,
     Proposals,
     StatelessDrafter,
     TargetNeeds,
-    check_ahead,
     propose_checked,
 )
 from speculant.errors import ConfigError, DraftError, PairError
@@ -79,32 +79,34 @@ def test_rows_are_added_before_there_is_a_draft(tmp_path: Path, checkpoints: Che
     drafter.begin(request)
     (tree,) = drafter.propose([request], [2])
     assert (tree.size, len(ahead_of(tree)), tree.num_rows) == (0, 2, 2)
-    assert drafter.propose([request], [0])[0].ahead is None
+    assert drafter.propose([request], [0])[0].num_rows == 0
     states = fresh_ahead(target, TEXT[:-1], ahead_of(tree))
-    drafter.observe(request, CommittedRows(0, TEXT[:-1], (), (), ahead=states))
+    known = torch.cat((states.new_zeros(len(TEXT) - 1, H), states))
+    drafter.observe(request, CommittedRows(0, TEXT[:-1], (), (known,)))
     (tree,) = drafter.propose([request], [3])
     assert (tree.size, len(ahead_of(tree)), tree.num_rows) == (2, 3, 2 + 3 * 3)
-    drafter.observe(request, CommittedRows(len(TEXT) - 1, TEXT[-1:], ()))
+    drafter.observe(request, CommittedRows(len(TEXT) - 1, TEXT[-1:], (), (known[:1],)))
     assert drafter.propose([request], [3])[0].size == 0, "the pass had no rows of its own"
 
 
 def ahead_of(tree: DraftTree) -> Tensor:
-    assert tree.ahead is not None
-    return tree.ahead
+    assert isinstance(tree, LookAheadTree)
+    return tree.inputs
 
 
 def test_look_ahead_rows_are_chains_below_each_node() -> None:
     """Nodes first, then the chain of the root, of node 0, and so on."""
-    tree = DraftTree.of([5, 6, 7], [-1, -1, 1]).looking_ahead(torch.zeros(2, 4))
-    whole = tree.with_look_ahead_rows()
-    assert (tree.num_look_ahead_rows, tree.num_rows, whole.size) == (8, 11, 11)
+    tree = LookAheadTree.around(DraftTree.of([5, 6, 7], [-1, -1, 1]), torch.zeros(2, 4))
+    whole, inputs = tree.pass_rows()
+    assert (len(inputs), tree.num_rows, whole.size) == (8, 11, 11)
     assert whole.parent_list == [-1, -1, 1, -1, 3, 0, 5, 1, 7, 2, 9]
     assert depths_of(whole.parent_list) == [1, 1, 2, 1, 2, 2, 3, 2, 3, 3, 4]
     assert whole.token_list[:3] == [5, 6, 7]
     assert tree.size == 3, "look-ahead rows are no nodes"
     assert tree.first(1).num_rows == 1 + 2 * 2
-    alone = DraftTree.empty().looking_ahead(torch.zeros(2, 4))
-    assert alone.with_look_ahead_rows().parent_list == [-1, 0]
+    assert (tree.observed([]), tree.observed([1, 2])) == ((3, 4), (1, 2, 9, 10))
+    alone = LookAheadTree.around(DraftTree.empty(), torch.zeros(2, 4))
+    assert alone.pass_rows()[0].parent_list == [-1, 0]
     assert DraftTree.empty().num_rows == 0, "the empty draft is shared and stays empty"
 
 
@@ -168,16 +170,16 @@ class Overdoing(StatelessDrafter):
     needs = DrafterNeeds(target=TargetNeeds(inputs=2))
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        return [DraftTree.empty().looking_ahead(torch.zeros(2, 4)) for _ in requests]
+        return [LookAheadTree.around(DraftTree.empty(), torch.zeros(2, 4)) for _ in requests]
 
 
 def test_more_look_ahead_rows_than_allowed_are_refused() -> None:
     request = make_request(TEXT, params=GREEDY)
     drafts = Proposals()
     propose_checked(Overdoing(), [request], [2], V, drafts)
-    assert drafts[request.seq_id].num_look_ahead_rows == 2
+    assert drafts[request.seq_id].num_rows == 2
     with pytest.raises(DraftError, match="1 are allowed"):
         propose_checked(Overdoing(), [request], [1], V, drafts)
     for wrong in (torch.zeros(0, 4), torch.zeros(4), torch.zeros(3, 4)):
         with pytest.raises(DraftError, match="look-ahead rows of shape"):
-            check_ahead(DraftTree.empty().looking_ahead(wrong), 2)
+            LookAheadTree.around(DraftTree.empty(), wrong).check_rows(2)

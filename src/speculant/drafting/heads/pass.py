@@ -27,9 +27,10 @@ from dataclasses import replace
 from torch import Tensor
 from typing_extensions import override
 
-from speculant.drafting.base import DrafterContext, Method, TargetNeeds, no_options, require_no_stop
+from speculant.drafting.base import DrafterContext, Method, no_options, require_no_stop
 from speculant.drafting.heads.folder import HeadFolder, HeadParts, Part, Role, renamed, require_target
 from speculant.drafting.heads.future import FutureDrafter
+from speculant.drafting.heads.look_ahead import LookAheadTree
 from speculant.drafting.topology import StaticTree
 from speculant.kernels import REFERENCE, Sampler
 from speculant.models import CausalLM, FutureHeads, count
@@ -56,20 +57,21 @@ class LookAheadDrafter(FutureDrafter):
     def __init__(self, inputs: Tensor, target: CausalLM, chances: Chances, sampler: Sampler = REFERENCE) -> None:
         chain = StaticTree.of_widths([1] * len(inputs))
         super().__init__(LookAheadStates(), target, chances, chain, sampler, usual_nodes=METHOD.default_length)
-        self.needs = replace(self.needs, target=TargetNeeds(inputs=len(inputs)))
+        self.needs = replace(self.needs, target=replace(self.needs.target, inputs=len(inputs)))
         self.inputs = inputs
         self._counts: dict[int, int] = {}  # of known states by sequence; the others are zero
 
     @override
     def observe(self, request: Request, rows: CommittedRows) -> None:
         """Keep the states of look-ahead rows, if the pass had some."""
-        if rows.ahead is None:
+        ahead = rows.hidden[0][len(rows.tokens) :]
+        if not len(ahead):
             self.end(request)
             return
-        states = rows.ahead.new_zeros(self.inputs.shape)
-        states[: len(rows.ahead)] = rows.ahead
+        states = ahead.new_zeros(self.inputs.shape)
+        states[: len(ahead)] = ahead
         self._states[request.seq_id] = rows.start + len(rows.tokens) - 1, states[None]
-        self._counts[request.seq_id] = len(rows.ahead)
+        self._counts[request.seq_id] = len(ahead)
 
     @override
     def end(self, request: Request) -> None:
@@ -84,7 +86,7 @@ class LookAheadDrafter(FutureDrafter):
         ]
         trees = super().propose(requests, known)
         return [
-            tree.looking_ahead(self.inputs[:limit]) if limit > 0 else tree
+            LookAheadTree.around(tree, self.inputs[:limit]) if limit > 0 else tree
             for tree, limit in zip(trees, limits, strict=True)
         ]
 

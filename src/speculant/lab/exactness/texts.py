@@ -21,7 +21,7 @@ from speculant.kernels import gumbel
 from speculant.models import encode_sources
 from speculant.params import SamplingParams
 from speculant.sampling import KeyedNoise, Node, distribution, mix_in
-from speculant.scheduling import Scheduled
+from speculant.scheduling import NO_DRAFT, Scheduled
 from speculant.text import TextStream, compile_stops
 from speculant.types import NOT_ENDED, CommittedRows, DraftTree, Request
 
@@ -178,18 +178,18 @@ class TargetReader:
         self._layers, self._rows = layers, list[tuple[Request, CommittedRows]]()
 
     @torch.inference_mode()
-    def distributions(self, nodes: Sequence[Node], ahead: Tensor | None = None) -> Tensor:
+    def distributions(self, nodes: Sequence[Node], draft: DraftTree = NO_DRAFT) -> Tensor:
         """Return probs [r, V] after each request's tokens, which may have grown since the last call.
 
-        ahead: input embeddings of look-ahead rows after the newest tokens (`DraftTree.ahead`); None = none.
+        draft: without nodes; it may have rows after the newest tokens.
         """
         for node in nodes:
             self._catch_up(node.request)
         newest = [self._scheduled(node.request, len(node.request.tokens) - 1, 1) for node in nodes]
-        return distribution(self._forward(newest, ahead), nodes, self._sampler)
+        return distribution(self._forward(newest, draft), nodes, self._sampler)
 
     def take_rows(self) -> list[tuple[Request, CommittedRows]]:
-        """Return the rows since the last call, in order; none without layers and look-ahead rows."""
+        """Return the rows since the last call, in order; none without layers."""
         taken, self._rows = self._rows, []
         return taken
 
@@ -218,12 +218,11 @@ class TargetReader:
             encode_sources(self._model, self._cache, [source], keeps_states=True)
         return source
 
-    def _forward(self, scheduled: Sequence[Scheduled], ahead: Tensor | None = None) -> Tensor:
+    def _forward(self, scheduled: Sequence[Scheduled], draft: DraftTree = NO_DRAFT) -> Tensor:
         """Run a pass; return the logits [r, V] of the requests' newest tokens."""
-        tree = DraftTree.empty() if ahead is None else DraftTree.empty().looking_ahead(ahead)
-        trees = [tree] * len(scheduled)
+        trees = [draft] * len(scheduled)
         outputs, logits = forward_target(self._model, self._cache, scheduled, trees, self._layers)
-        if self._layers or ahead is not None:
+        if self._layers:
             for item, output in zip(scheduled, outputs, strict=True):
                 self._rows.append((item.request, output.committed_rows((), ())))
                 self._cache.truncate_to(item.request.seq_id, item.start + item.count)
@@ -247,7 +246,7 @@ class Second:
         drafter = self._drafter = drafters.find(drafters.default)
         self.layers = drafters.needs.target.hidden_layers  # layers whose states the observed rows must have
         self.num_look_ahead_rows = drafter.needs.target.inputs
-        self.ahead: Tensor | None = None  # the look-ahead rows of its last drafts
+        self.rows = NO_DRAFT  # those that its last drafts have beside their nodes
         self._longest = min(drafter.needs.max_positions or longest, longest)
 
     def begin(self, request: Request, source: Source | None = None) -> None:
@@ -269,7 +268,7 @@ class Second:
         """Return the next drafted tokens' distributions [k, V], and the rows of p [r, V] that have one."""
         limits = [int(len(request.tokens) < self._longest) for request in requests]
         trees = self._drafter.propose(requests, limits)
-        self.ahead = next((tree.ahead for tree in trees if tree.ahead is not None), None)
+        self.rows = next((tree.first(0) for tree in trees if tree.num_rows > tree.size), NO_DRAFT)
         rows = [row for row, tree in enumerate(trees) if tree.size]
         distributions = torch.zeros(len(rows), p.shape[-1], dtype=p.dtype, device=p.device)
         for row_probs, row in zip(distributions, rows, strict=True):
@@ -302,7 +301,7 @@ def _score(scores: Scores, reader: TargetReader, second: Second, texts: Sequence
         second.begin(copy, reader.source_of(copy))
     for growing in _in_step(again):
         second.observe(reader.take_rows())
-        p = reader.distributions([Node(copy) for copy in growing.values()], second.ahead)
+        p = reader.distributions([Node(copy) for copy in growing.values()], second.rows)
         q, rows = second.distributions(list(growing.values()), p)
         chosen = torch.tensor([text.tokens[len(copy.tokens)] for text, copy in growing.items()], device=p.device)
         scores.add(p, chosen, q, rows)
