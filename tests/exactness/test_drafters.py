@@ -111,16 +111,17 @@ class Way:
     least: float = 0.02
     idle: int | None = 1
     quick: int = 2
+    full: int = 4
 
     def check(self, verifier: str) -> None:
-        """Enumerate random pairs of every size; in `make test`, `quick` of each."""
+        """Enumerate random pairs of every size: `full` of each, in `make test` `quick` ones."""
         cases = [
             Case(
                 Pair(seed, vocab_size, tuple(self.kinds)), length, verification=verifier, prompt=self.prompt, width=8,
                 idle=self.idle, make_drafter=functools.partial(self.make, cache=slotted),
             )
             for vocab_size, length in self.sizes
-            for seed in range(examples(4, least=self.quick))
+            for seed in range(examples(self.full, least=self.quick))
         ]  # fmt: skip
         assert sum(map(assert_exact, cases)) >= self.least * len(cases)
 
@@ -176,7 +177,7 @@ TREES: dict[str, Way] = {
         configured("merge", members=["ngram", {"method": "ngram", "max_order": 2}], model=None), ((3, 3),)
     ),
     "fallback to trees": Way(configured("fallback", members=["ngram", TREE]), ((3, 3),)),
-    "cascade of trees": Way(configured("cascade", inner={**TREE, "model": "another"}), ((3, 3),)),
+    "cascade of trees": Way(configured("cascade", inner={**TREE, "model": "another"}), ((3, 3),), quick=1, full=2),
     **{
         f"{method} {name}": of_head(method, tree, 4)
         for method in ("medusa", "eagle", "eagle3", "peagle", "dflash", "mtp")

@@ -39,7 +39,7 @@ def test_tables_keep_the_distribution_of_any_settings(drafter: str, name: str, v
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("verifier", BRANCHING)
 @pytest.mark.parametrize("name", ["greedy", "penalties"])
-def test_trees_of_one_pass_keep_any_distribution(name: str, verifier: str) -> None:
+def test_trees_of_one_pass_keep_it_of_any_settings(name: str, verifier: str) -> None:
     params = SamplingParams(max_tokens=None, **SETTINGS[name])  # type: ignore[arg-type]
     for seed in range(examples(2, least=1)):
         make = functools.partial(TREES["one pass"].make, cache=slotted)
