@@ -13,17 +13,18 @@ from speculant.errors import ConfigError, suggest
 from speculant.gguf_file import name_of
 
 MIN_VOCABULARY = 257  # every byte, and the end of text
+MOST_PARALLEL = 32
 MOST_NUMBERS = 2**34  # weights of a network, or logits of a step: 64 GiB in float32
 # the least and the greatest values of fields; those of whole numbers are whole
-_RANGES: Mapping[str, tuple[float, float]] = dict(
-    steps=(1, 10**9), minutes=(1e-6, 1e7), save_minutes=(1e-6, 1e7), vocab_size=(1, 10**7),
-    hidden=(1, 10**5), intermediate=(1, 10**6), layers=(1, 10**4), heads=(1, 10**4),
-    kv_heads=(1, 10**4), max_positions=(1, 10**9), seq=(1, 10**7), batch=(1, 10**7), warmup=(1, 10**9),
-    seed=(0, 2**63 - 1), matrix_lr=(1e-12, 1e3), embedding_lr=(1e-12, 1e3), vector_lr=(1e-12, 1e3),
-    boosted=(1, 8), parallel=(1, 32), known_share=(0.0, 1.0), tokens=(1, 10**12),
-    temperature=(0.0, 100.0), cache_gib=(1e-6, 1e6), num_heads=(1, 64), num_layers=(1, 64),
-    inner=(1, 10**6), depth=(1, 16), draft_vocab=(1, 10**7),
-)  # fmt: skip
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "steps": (1, 10**9), "minutes": (1e-6, 1e7), "save_minutes": (1e-6, 1e7), "vocab_size": (1, 10**7),
+    "hidden": (1, 10**5), "intermediate": (1, 10**6), "layers": (1, 10**4), "heads": (1, 10**4),
+    "kv_heads": (1, 10**4), "max_positions": (1, 10**9), "seq": (1, 10**7), "batch": (1, 10**7), "warmup": (1, 10**9),
+    "seed": (0, 2**63 - 1), "matrix_lr": (1e-12, 1e3), "embedding_lr": (1e-12, 1e3), "vector_lr": (1e-12, 1e3),
+    "boosted": (1, 8), "known_share": (0.0, 1.0), "tokens": (1, 10**12),
+    "temperature": (0.0, 100.0), "cache_gib": (1e-6, 1e6), "num_heads": (1, 64), "num_layers": (1, 64),
+    "inner": (1, 10**6), "depth": (1, 16), "draft_vocab": (1, 10**7),
+}  # fmt: skip
 
 # fields of several kinds, with the help texts of their flags
 _Minutes = Annotated[float | None, "End after this many minutes of training, at a learning rate of zero."]
@@ -298,10 +299,9 @@ class BoostedConfig(TargetRunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.parallel >= self.seq:
-            raise ConfigError(
-                f"texts of {self.seq} tokens have no place for --parallel {self.parallel}", "raise --seq."
-            )
+        most = min(MOST_PARALLEL, self.seq - 1)
+        if isinstance(self.parallel, bool) or not 1 <= self.parallel <= most:
+            raise ConfigError(f"parallel={self.parallel!r} is not from 1 to {most}", "change parallel or seq.")
         if self.parallel > 1 and self.boosted > 1:
             raise ConfigError(
                 f"boosted={self.boosted} drafts can't be trained with parallel={self.parallel}",

@@ -61,7 +61,7 @@ _POOL = 32  # batches whose pairs are sorted by length together, so that a batch
 _NO_TOKEN = -1
 
 
-TextPairs = Sequence[tuple[str, str]]  # sources and their targets
+TextPairs = list[tuple[str, str]]  # sources and their targets
 
 
 def read_texts(sources: Path, targets: Path) -> TextPairs:

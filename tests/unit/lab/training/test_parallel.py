@@ -115,10 +115,8 @@ def test_a_mask_changes_no_other_token(checkpoints: Checkpoints) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"parallel": 0}, "--parallel is 0"),
-        ({"parallel": 33}, "--parallel is 33"),
-        ({"parallel": True}, "--parallel is True"),
-        ({"parallel": 8, "seq": 8}, "no place for --parallel 8"),
+        *((each, "parallel=.* is not from 1 to") for each in ({"parallel": 0}, {"parallel": 33}, {"parallel": True})),
+        ({"parallel": 8, "seq": 8}, "parallel=8 is not from 1 to 7"),
         ({"parallel": 4, "boosted": 2}, "boosted=2 drafts can't be trained with parallel=4"),
     ],
 )
