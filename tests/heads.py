@@ -272,7 +272,7 @@ def fresh_rows(
     drafter: Drafter, target: CausalLM, tokens: Sequence[int], start: int = 0, source: Sequence[int] = ()
 ) -> CommittedRows:
     """Return the rows, from `start` on, that a drafter observes of a fresh pass over a text."""
-    states = fresh_states(target, tokens, drafter.needs.target.hidden_layers, source)
+    states = fresh_states(target, tokens, drafter.needs.hidden_layers, source)
     inputs: Tensor | None = getattr(drafter, "inputs", None)
     if inputs is not None:
         states = (torch.cat((*states, fresh_ahead(target, tokens, inputs, source))),)

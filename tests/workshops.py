@@ -124,9 +124,9 @@ class Workshop:
             budget=budget,
         )
         drafter: Drafter = plugins.load(KIND, self.name).build(context)
-        if drafter.needs.target.cache and self.kind.source:
+        if drafter.needs.reads.target_cache and self.kind.source:
             drafter = Sourced(drafter, Source(SOURCE, self.kind.source))
-        if drafter.needs.target.hidden_layers or drafter.needs.target.inputs:
+        if drafter.needs.hidden_layers or drafter.needs.target_inputs:
             drafter = Shown(drafter, self.target.model, self.kind.source)
         if self.method.learns:
             self._teach(drafter, CONTINUATION)

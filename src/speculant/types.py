@@ -118,7 +118,7 @@ class CommittedRows(NamedTuple):
     the newest of them is not among `tokens`, as it is not computed yet.
 
     successors: for each row of the pass that has logits, those of rejected drafts among them, the input token
-    and the `TargetNeeds.top_k` most likely next tokens by the target's logits, best first. In a prompt, only
+    and the `DrafterReads.top_k` most likely next tokens by the target's logits, best first. In a prompt, only
     the last row has logits.
     """
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from speculant.cache import paged_cache, slotted_cache
 from speculant.config import Limits
-from speculant.drafting import DrafterNeeds, Drafters, LookAheadTree, StatelessDrafter, TargetNeeds
+from speculant.drafting import DrafterNeeds, DrafterReads, Drafters, LookAheadTree, StatelessDrafter
 from speculant.engine import Engine, EngineOptions
 from speculant.errors import ConfigError
 from speculant.lengths import Fixed
@@ -117,7 +117,7 @@ def run(
 class Watcher(Comparing):
     """Compares the states of each row. adopts: whether the target may take over prefixes of which it saw nothing."""
 
-    needs = DrafterNeeds(target=TargetNeeds(hidden_layers=LAYERS), emits_tree=True)
+    needs = DrafterNeeds(hidden_layers=LAYERS, emits_tree=True)
 
     def __init__(self, model: CausalLM, adopts: bool) -> None:
         super().__init__(model)
@@ -180,7 +180,7 @@ def test_observed_states_begin_anew_after_preemption(name: str) -> None:
 
 def test_layers_that_the_target_lacks_are_refused_at_start() -> None:
     class Greedy(Watcher):
-        needs = DrafterNeeds(target=TargetNeeds(hidden_layers=(5,)))
+        needs = DrafterNeeds(hidden_layers=(5,))
 
     with pytest.raises(ConfigError, match="layer 5 are asked for, and the model has 2 layers"):
         run(Drafters.of(Greedy(make_model(REFERENCE), adopts=True)), REFERENCE, "paged")
@@ -194,14 +194,14 @@ class Student(Comparing):
 
     def __init__(self, model: CausalLM, count: int) -> None:
         super().__init__(model)
-        self.needs = DrafterNeeds(target=TargetNeeds(top_k=count), emits_tree=True)
+        self.needs = DrafterNeeds(reads=DrafterReads(top_k=count), emits_tree=True)
         self._drafts: dict[int, DraftTree] = {}
         self.num_rejected = self.num_silent = 0
 
     @override
     def observe(self, request: Request, rows: CommittedRows) -> None:
         draft = self._drafts.pop(request.seq_id, DraftTree.empty())
-        if not self.needs.target.top_k or not rows.gained:
+        if not self.needs.reads.top_k or not rows.gained:
             assert rows.successors == ()
             self.num_silent += 1
             return
@@ -210,8 +210,8 @@ class Student(Comparing):
         assert [token for token, _ in rows.successors] == [text[-1] for text in texts], "every verified row, in order"
         for text, (_, best) in zip(texts, rows.successors, strict=True):
             logits = self.logits(text)
-            assert len(set(best)) == self.needs.target.top_k
-            self.assert_same(logits[list(best)], logits.topk(self.needs.target.top_k).values)
+            assert len(set(best)) == self.needs.reads.top_k
+            self.assert_same(logits[list(best)], logits.topk(self.needs.reads.top_k).values)
         self.num_rejected += draft.size - (len(rows.gained) - 1)
 
     @override
@@ -247,8 +247,7 @@ class LookingAhead(Comparing):
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__(model)
-        needs = TargetNeeds((model.num_layers + 1,), inputs=2)
-        self.needs = DrafterNeeds(target=needs, emits_tree=True, max_nodes=4)
+        self.needs = DrafterNeeds(hidden_layers=(model.num_layers + 1,), target_inputs=2, emits_tree=True, max_nodes=4)
         noise = torch.randn(2, model.hidden_size, generator=torch.Generator().manual_seed(0))
         self.inputs: Tensor = noise.to(model.cache_shape.dtype)
 

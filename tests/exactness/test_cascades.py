@@ -19,7 +19,6 @@ from speculant.drafting import (
     ModelDrafter,
     StaticTree,
     SubDrafter,
-    TargetNeeds,
     build_sub_drafter,
 )
 from speculant.kernels import REFERENCE, NativeSampler, Sampler
@@ -243,7 +242,7 @@ def test_cascade_leaves_no_guess_in_the_cache() -> None:
 
 
 def test_cascade_announces_its_inner_drafter_s_needs() -> None:
-    inner = ScriptedDrafter(lambda request: [], DrafterNeeds(target=TargetNeeds(hidden_layers=(1,))))
+    inner = ScriptedDrafter(lambda request: [], DrafterNeeds(hidden_layers=(1,)))
     needs = cascade_of(MODELS[0], inner).needs
-    assert needs.target.hidden_layers == (1,)
+    assert needs.hidden_layers == (1,)
     assert (needs.emits_probs, needs.emits_tree, needs.own_cache) == (True, False, True)

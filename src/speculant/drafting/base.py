@@ -72,25 +72,21 @@ class Method:
 
 
 @dataclass(frozen=True)
-class TargetNeeds:
-    """What a drafter takes from the target's passes, as data.
+class DrafterReads:
+    """What a drafter reads beside tokens and hidden states, as data.
 
-    hidden_layers: target layers whose input hidden states `observe` receives; with L layers, L stands for the last
-    layer's output, and L + 1 for that output after the final norm.
     top_k: how many of the target's most likely next tokens `observe` receives for each row that has logits
     (`CommittedRows.successors`); 0 = none are computed.
-    inputs: the most look-ahead rows that it adds to the target's pass below the root and each node (`LookAheadTree`);
-    it adds at most as many as its limit on nodes. A drafter with such rows can't be a sub-drafter.
-    cache: it reads keys and values from the target's cache: those of a sequence, without the newest token, and
-    those of its source, which `observe_source` names.
-    encoder: it drafts from the encoder's results; `observe_source` receives them.
+    target_cache: keys and values from the target's cache: those of a sequence, without the newest token, and those of
+    its source, which `observe_source` names.
+    encoder: the encoder's results; `observe_source` receives them.
+    prediction: `DraftRules.prediction`; a request with a prediction and a drafter that does not read it is refused.
     """
 
-    hidden_layers: tuple[int, ...] = ()
     top_k: int = 0
-    inputs: int = 0
-    cache: bool = False
+    target_cache: bool = False
     encoder: bool = False
+    prediction: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,10 +102,12 @@ class DrafterNeeds:
     max_positions: the longest sequence it can draft for; None = any.
     nodes_per_beam: nodes that it drafts per beam and round of a beam search. Such a draft begins with the nodes of
     `search.beams.live_tree` and extends them. None = beam searches get no drafts.
-    target: what it takes from the target's passes.
     own_cache: it owns KV caches; they are its `caches`.
-    reads_prediction: it drafts from `DraftRules.prediction`; a request with a prediction and another drafter is
-    refused.
+    hidden_layers: target layers whose input hidden states `observe` receives; with L layers, L stands for the last
+    layer's output, and L + 1 for that output after the final norm.
+    target_inputs: the most look-ahead rows that it adds to the target's pass below the root and each node
+    (`LookAheadTree`); it adds at most as many as its limit on nodes. A drafter with such rows can't be a sub-drafter.
+    reads: what it reads beside tokens and hidden states.
     selects: the draft-length policy selects between its sub-drafters' drafts, see `propose_selected`.
     """
 
@@ -120,9 +118,10 @@ class DrafterNeeds:
     tree_depth: int | None = None
     max_positions: int | None = None
     nodes_per_beam: int | None = None
-    target: TargetNeeds = TargetNeeds()
     own_cache: bool = False
-    reads_prediction: bool = False
+    hidden_layers: tuple[int, ...] = ()
+    target_inputs: int = 0
+    reads: DrafterReads = DrafterReads()
     selects: bool = False
 
 
@@ -162,8 +161,8 @@ class Drafter(Protocol):
     def observe_source(self, request: Request, source: Source) -> None:
         """Record a sequence's source after `begin`.
 
-        Only drafters whose `TargetNeeds` have `encoder` or `cache` are called. Until the sequence ends, the target's
-        cache holds the source as the sequence `source.seq_id`. The encoder's result is `source.states`
+        Only drafters whose `DrafterReads` have `encoder` or `target_cache` are called. Until the sequence ends, the
+        target's cache holds the source as the sequence `source.seq_id`. The encoder's result is `source.states`
         [tokens, hidden]; None if no drafter needs it.
         """
         ...
@@ -291,7 +290,7 @@ def complete(drafter: Any, num_layers: int | None = None) -> Drafter:
     needs = getattr(drafter, "needs", None)
     if not isinstance(needs, DrafterNeeds) or not callable(getattr(drafter, "propose", None)):
         raise ConfigError(f"drafter {name} lacks `propose` or `needs`", "define both; see docs/adding-a-drafter.md.")
-    layers = needs.target.hidden_layers
+    layers = needs.hidden_layers
     if num_layers is not None and any(not 0 <= layer <= num_layers + 1 for layer in layers):
         raise ConfigError(
             f"drafter {name} needs hidden_layers {list(layers)} of a target with {num_layers} layers",

@@ -24,9 +24,9 @@ from speculant.drafting.base import (
     Drafter,
     DrafterContext,
     DrafterNeeds,
+    DrafterReads,
     Selector,
     StatelessDrafter,
-    TargetNeeds,
     build_method,
     complete,
     is_built_in,
@@ -65,7 +65,7 @@ class GuardedDrafter:
     def observe_source(self, request: Request, source: Source) -> None:
         """Pass on the source of a sequence, if the drafter announces that it reads it."""
         needs = self.drafter.needs
-        if needs.target.encoder or needs.target.cache:
+        if needs.reads.encoder or needs.reads.target_cache:
             self._call(self.drafter.observe_source, request, source)
 
     def propose(
@@ -108,10 +108,10 @@ class GuardedDrafter:
         layers: those of their hidden states.
         """
         needs = self.drafter.needs
-        if layers != needs.target.hidden_layers and rows.hidden:
-            rows = rows._replace(hidden=tuple(rows.hidden[layers.index(layer)] for layer in needs.target.hidden_layers))
-        if rows.successors and len(rows.successors[0][1]) != needs.target.top_k:
-            count = needs.target.top_k
+        if layers != needs.hidden_layers and rows.hidden:
+            rows = rows._replace(hidden=tuple(rows.hidden[layers.index(layer)] for layer in needs.hidden_layers))
+        if rows.successors and len(rows.successors[0][1]) != needs.reads.top_k:
+            count = needs.reads.top_k
             fewer = [(token, best[:count]) for token, best in rows.successors] if count else ()
             rows = rows._replace(successors=fewer)
         self._call(self.drafter.observe, request, rows)
@@ -171,7 +171,7 @@ def propose_checked(
         if request.search is None:
             check_draft(tree, limit, vocab_size, needs.emits_tree)
             if tree.num_rows > tree.size:
-                tree.check_rows(min(limit, needs.target.inputs))
+                tree.check_rows(min(limit, needs.target_inputs))
         else:
             live = request.search.beams.live_tree
             check_draft(tree, live.size + limit, vocab_size, branches=True)
@@ -337,7 +337,7 @@ class CompositeDrafter(StatelessDrafter):
         """Give each sub-drafter the hidden states of its own layers."""
         for each, _ in self.route([request]):
             if each.drafter.listens:
-                each.observe(request, rows, self.needs.target.hidden_layers)
+                each.observe(request, rows, self.needs.hidden_layers)
 
     @override
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
@@ -424,7 +424,7 @@ class Drafters(CompositeDrafter):
     def look_ahead_rows(self, method: str) -> int:
         """Return the most look-ahead rows that a method adds to the target's pass below each node."""
         needs = self.needs_by_method.get(method)
-        return 0 if needs is None else needs.target.inputs
+        return 0 if needs is None else needs.target_inputs
 
     def selects(self, method: str) -> bool:
         """Whether the draft-length policy selects between several drafters' drafts of a method."""
@@ -447,7 +447,7 @@ class Drafters(CompositeDrafter):
     def target_top_k(self, request: Request) -> int:
         """Return how many of the target's most likely tokens the drafter of a sequence needs, for each row."""
         needs = self.needs_by_method.get(request.drafts.method)
-        return 0 if needs is None else needs.target.top_k
+        return 0 if needs is None else needs.reads.top_k
 
     def begin_all(self, sequences: Iterable[tuple[Request, Source | None]]) -> None:
         """Begin the sequences that have not begun, each with its source, which is encoded."""
@@ -504,14 +504,14 @@ def combine(sub_drafters: Sequence[SubDrafter]) -> DrafterNeeds:
         usual_nodes=max([each.usual_nodes for each in sub_drafters], default=None),
         max_positions=_largest([each.max_positions for each in needs]),
         nodes_per_beam=max(each.nodes_per_beam or 0 for each in needs) or None,
-        target=TargetNeeds(
-            hidden_layers=tuple(sorted({layer for each in needs for layer in each.target.hidden_layers})),
-            top_k=max(each.target.top_k for each in needs),
-            cache=any(each.target.cache for each in needs),
-            encoder=any(each.target.encoder for each in needs),
-        ),
         own_cache=any(each.own_cache for each in needs),
-        reads_prediction=any(each.reads_prediction for each in needs),
+        hidden_layers=tuple(sorted({layer for each in needs for layer in each.hidden_layers})),
+        reads=DrafterReads(
+            top_k=max(each.reads.top_k for each in needs),
+            target_cache=any(each.reads.target_cache for each in needs),
+            encoder=any(each.reads.encoder for each in needs),
+            prediction=any(each.reads.prediction for each in needs),
+        ),
     )
 
 
@@ -578,7 +578,7 @@ def _build(context: DrafterContext, method: str, options: Mapping[str, Any]) -> 
     build = plugins.load(KIND, method).build
     made = build_method(facts, build, replace(context, options=options, model=model))
     sub_drafter = SubDrafter.of(method, made, facts.default_length)
-    if sub_drafter.drafter.needs.target.inputs:
+    if sub_drafter.drafter.needs.target_inputs:
         raise ConfigError(
             f"method {method!r} drafts in the target's own pass and can't be used within another method",
             "use it alone.",

@@ -42,7 +42,7 @@ class FallbackDrafter(CompositeDrafter):
     def __init__(self, sub_drafters: Sequence[SubDrafter], vocab_size: int) -> None:
         super().__init__(sub_drafters, vocab_size)
         needs = [each.drafter.needs for each in sub_drafters]
-        models = [each.own_cache or each.target.cache for each in needs]
+        models = [each.own_cache or each.reads.target_cache for each in needs]
         follows = [any(models[place + 1 :]) for place in range(len(models))]
         self._stages = list(zip(self.guarded, models, follows, strict=True))
         self.needs = replace(self.needs, selects=any(follows))

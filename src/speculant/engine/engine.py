@@ -69,7 +69,7 @@ class Engine:
         self.measurement = measurement or Measurement()
         self._last_s, self._is_new, self._delays = 0.0, False, 0  # of the last step; see `_measure`
         self._drafters = Drafters() if drafters is None else drafters
-        taps = [layer for layer in self._drafters.needs.target.hidden_layers if layer != target.num_layers + 1]
+        taps = [layer for layer in self._drafters.needs.hidden_layers if layer != target.num_layers + 1]
         check_taps(taps, target.num_layers)
         salt = attrgetter("full_salt") if target.needs.restart_at is None else target.needs.salt
         self._scheduler = Scheduler(options.limits, cache, self._drafters.match_prefix, salt)

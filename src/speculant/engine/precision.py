@@ -304,7 +304,7 @@ def _state_of(source: object) -> str:
 class DraftSample:
     """A text, with the target's distributions [n, V] at temperature 1 after each token.
 
-    states: returns the hidden states of layers, [n, hidden] each, see `TargetNeeds.hidden_layers`.
+    states: returns the hidden states of layers, [n, hidden] each, see `DrafterNeeds.hidden_layers`.
     """
 
     tokens: Sequence[int]
@@ -332,7 +332,7 @@ class DraftSample:
 
     def drafts(self, drafter: Drafter) -> Iterator[tuple[DraftTree, Tensor]]:
         """Yield a draft of one node at each token after the first ones, and the target's distribution [V] there."""
-        states, last = self.states(tuple(drafter.needs.target.hidden_layers)), len(self.tokens) - 1
+        states, last = self.states(tuple(drafter.needs.hidden_layers)), len(self.tokens) - 1
         sequence, seen = self._sequence(min(PROMPT, last)), 0
         drafter.begin(sequence)
         for place in range(len(sequence.tokens), last + 1):
@@ -345,7 +345,7 @@ class DraftSample:
 
     def seconds(self, drafter: Drafter, runs: Runs) -> tuple[float, float]:
         """Time drafts after the text: return the seconds per drafted token, and the fixed seconds per draft."""
-        sequence, states = self._sequence(len(self.tokens)), self.states(tuple(drafter.needs.target.hidden_layers))
+        sequence, states = self._sequence(len(self.tokens)), self.states(tuple(drafter.needs.hidden_layers))
         drafter.begin(sequence)
         _observe(drafter, sequence, states, 0)
         depth = min(DEPTH, drafter.needs.max_nodes or DEPTH)

@@ -409,7 +409,7 @@ class RequestFactory:
             )
 
     def _check_prediction(self, given: str | Sequence[int], method: str | None, needs: DrafterNeeds | None) -> None:
-        if needs is None or not needs.reads_prediction:
+        if needs is None or not needs.reads.prediction:
             drafter = "no drafter" if method is None else f"the drafter {method!r}, which does not read it"
             raise RequestError(
                 f"the request has a prediction and {drafter}",

@@ -131,7 +131,7 @@ def forward_target(
 ) -> tuple[list[TargetOutput], Tensor]:
     """Process every sequence's tokens and draft in one pass; logits are computed for the rows that need them.
 
-    layers: those whose input hidden states are needed, ascending: see `TargetNeeds.hidden_layers`. Returns the
+    layers: those whose input hidden states are needed, ascending: see `DrafterNeeds.hidden_layers`. Returns the
     outputs, and the logits of all of them in order. Sources are encoded already.
     """
     if not scheduled:

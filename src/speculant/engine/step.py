@@ -64,15 +64,15 @@ def step(context: StepContext, schedule: Schedule, mark: Mark = unmarked) -> tup
     try:
         if schedule.sources:
             with mark(ENCODE):
-                encode_sources(target, cache, [each.source for each in schedule.sources], drafters.needs.target.encoder)
+                encode_sources(target, cache, [each.source for each in schedule.sources], drafters.needs.reads.encoder)
             encoded = time.perf_counter()
         with mark("draft"):
             drafts = propose(schedule, drafters, length, max_model_len, target)
         drafted = time.perf_counter()
         with mark("target pass"):
             trees = map(attrgetter("tree"), drafts)
-            outputs, logits = forward_target(target, cache, schedule.items, trees, drafters.needs.target.hidden_layers)
-            if drafters.needs.target.top_k:
+            outputs, logits = forward_target(target, cache, schedule.items, trees, drafters.needs.hidden_layers)
+            if drafters.needs.reads.top_k:
                 outputs = with_successors(outputs, drafters.target_top_k)
         passed = time.perf_counter()
         with mark("verify"):
@@ -215,7 +215,7 @@ class DraftBudget:
         """
         if length <= 0 or not item.decodes:
             return 0
-        request, search, ahead = item.request, item.request.search, needs.target.inputs
+        request, search, ahead = item.request, item.request.search, needs.target_inputs
         max_len, max_tokens = min(max_len, needs.max_positions or max_len), request.params.max_tokens
         num_positions = request.num_positions
         left = max_len - num_positions - 1

@@ -166,7 +166,7 @@ class Calibration(Measurement):
             try:
                 if curves := (yield from self._curves(drafter)):
                     found["drafts"][method] = curves
-                if drafter.needs.own_cache and not drafter.needs.target.hidden_layers:
+                if drafter.needs.own_cache and not drafter.needs.hidden_layers:
                     yield from self._read(method, drafter, passes[1], found["readings"])
             except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
                 guard.note(f"drafter {method!r}", error)
@@ -293,7 +293,7 @@ class Calibration(Measurement):
             self._observe(drafter, each)
         try:
             times = timing(lambda depth: drafter.propose(drafting, [depth] * count), depths)
-            if drafter.needs.target.cache:
+            if drafter.needs.reads.target_cache:
                 with self._encoded():
                     self._fill_target(drafting)
                     rounds = finished(times)  # in one slice, as it takes blocks of the target's cache
@@ -353,14 +353,14 @@ class Calibration(Measurement):
     def _begin(self, drafter: Drafter, text: Request) -> None:
         """Begin a sequence; the values of its source's states do not matter here."""
         drafter.begin(text)
-        if self._source is not None and (drafter.needs.target.encoder or drafter.needs.target.cache):
+        if self._source is not None and (drafter.needs.reads.encoder or drafter.needs.reads.target_cache):
             drafter.observe_source(text, replace(self._source, states=self._zeros(len(self._source.tokens))))
 
     def _observe(self, drafter: Drafter, text: Request) -> None:
         """Give a drafter hidden states for a sequence's prompt; their values do not matter here."""
         needs, tokens = drafter.needs, text.tokens[:-1]
-        if needs.target.hidden_layers:
-            hidden = (self._zeros(len(tokens) + needs.target.inputs),) * len(needs.target.hidden_layers)
+        if needs.hidden_layers:
+            hidden = (self._zeros(len(tokens) + needs.target_inputs),) * len(needs.hidden_layers)
             drafter.observe(text, CommittedRows(0, tokens, text.tokens[-1:], hidden))
 
     def _zeros(self, rows: int) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from speculant import LLM, SamplingParams, plugins
-from speculant.drafting import DrafterNeeds, Method, StatelessDrafter, TargetNeeds, lookup
+from speculant.drafting import DrafterNeeds, DrafterReads, Method, StatelessDrafter, lookup
 from speculant.errors import ConfigError
 from speculant.types import CommittedRows
 from tests.architecture.drafters import drafter_names, leaks
@@ -90,7 +90,7 @@ def _dotted(room: str, name: str) -> str:
 
 def test_every_field_and_call_is_on_the_page() -> None:
     rows = {name for row in re.findall(r"^\| (`[^|]*) \|", PAGE, flags=re.MULTILINE) for name in _names(row)}
-    for fields in (Method, DrafterNeeds, TargetNeeds):
+    for fields in (Method, DrafterNeeds, DrafterReads):
         assert {field.name for field in dataclasses.fields(fields)} <= rows
     assert {name for name in vars(StatelessDrafter) if not name.startswith("_")} - {"needs"} <= rows
     assert set(CommittedRows._fields) <= rows

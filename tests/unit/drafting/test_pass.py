@@ -16,7 +16,6 @@ from speculant.drafting import (
     LookAheadTree,
     Proposals,
     StatelessDrafter,
-    TargetNeeds,
     propose_checked,
 )
 from speculant.errors import ConfigError, DraftError, PairError
@@ -167,7 +166,7 @@ def test_embeddings_of_another_target_are_refused(tmp_path: Path, checkpoints: C
 
 
 class Overdoing(StatelessDrafter):
-    needs = DrafterNeeds(target=TargetNeeds(inputs=2))
+    needs = DrafterNeeds(target_inputs=2)
 
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         return [LookAheadTree.around(DraftTree.empty(), torch.zeros(2, 4)) for _ in requests]

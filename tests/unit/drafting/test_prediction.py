@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from speculant import LLM, AsyncEngine, SamplingParams
-from speculant.drafting import LONGEST_MATCH, Alignment, DrafterNeeds, Drafters, PredictionDrafter
+from speculant.drafting import LONGEST_MATCH, Alignment, DrafterNeeds, DrafterReads, Drafters, PredictionDrafter
 from speculant.errors import ConfigError, RequestError
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
 from speculant.params import MAX_PREDICTION
@@ -110,7 +110,9 @@ def asking(prediction: object, **more: object) -> SamplingParams:
 
 
 def test_prediction_reaches_drafters_that_read_it() -> None:
-    rig = build_rig(TableModel(Pair(1, 6, FULL_SUPPORT).target, 6), engine_of(reads_prediction=True), length=2)
+    rig = build_rig(
+        TableModel(Pair(1, 6, FULL_SUPPORT).target, 6), engine_of(reads=DrafterReads(prediction=True)), length=2
+    )
     assert rig.add([1], asking([2, 3]))[0].drafts.prediction == (2, 3)
     assert rig.add([1], SamplingParams(), "b")[0].drafts.prediction == ()
     with pytest.raises(RequestError, match="not a token id from 0 to 5"):

@@ -20,7 +20,6 @@ from speculant.drafting import (
     Method,
     StatelessDrafter,
     SubDrafter,
-    TargetNeeds,
     bound,
     build_sub_drafter,
     build_sub_drafters,
@@ -116,10 +115,10 @@ def test_usual_sub_drafters_leave_out_missing_methods(monkeypatch: pytest.Monkey
 def test_combined_needs_are_enough_for_every_sub_drafter() -> None:
     needs = combine(
         [
-            announcing(max_nodes=3, target=TargetNeeds(hidden_layers=(2, 0)), max_positions=20),
+            announcing(max_nodes=3, hidden_layers=(2, 0), max_positions=20),
             announcing(
                 max_nodes=7,
-                target=TargetNeeds(hidden_layers=(1, 2)),
+                hidden_layers=(1, 2),
                 max_positions=30,
                 emits_tree=True,
                 nodes_per_beam=2,
@@ -129,7 +128,7 @@ def test_combined_needs_are_enough_for_every_sub_drafter() -> None:
     )
     assert needs == DrafterNeeds(
         max_nodes=7, emits_probs=True, emits_tree=True, usual_nodes=4, own_cache=True,
-        target=TargetNeeds(hidden_layers=(0, 1, 2)), max_positions=30, nodes_per_beam=2,
+        hidden_layers=(0, 1, 2), max_positions=30, nodes_per_beam=2,
     )  # fmt: skip
     unbounded = combine([announcing(max_nodes=3, max_positions=9), announcing()])
     assert (unbounded.max_nodes, unbounded.max_positions, unbounded.nodes_per_beam) == (None, None, None)
@@ -154,7 +153,7 @@ class Watching(StatelessDrafter):
     """Notes the calls that it gets."""
 
     def __init__(self, layers: tuple[int, ...] = (), adopts: int = 99) -> None:
-        self.needs = DrafterNeeds(target=TargetNeeds(hidden_layers=layers))
+        self.needs = DrafterNeeds(hidden_layers=layers)
         self.calls: list[str] = []
         self.hidden: list[tuple[torch.Tensor, ...]] = []
         self._adopts = adopts
@@ -188,7 +187,7 @@ def test_composite_passes_every_call_to_every_sub_drafter() -> None:
     composite, request = CompositeDrafter([sub_drafter(one), sub_drafter(two)], V), make_request(range(8))
     composite.begin(request)
     composite.catch_up([request])
-    layers = tuple(torch.full((2, 1), float(layer)) for layer in composite.needs.target.hidden_layers)
+    layers = tuple(torch.full((2, 1), float(layer)) for layer in composite.needs.hidden_layers)
     composite.observe(request, CommittedRows(0, [0, 1], (), layers))
     composite.roll_back(request, [4, 5])
     assert composite.match_prefix(request) == 3

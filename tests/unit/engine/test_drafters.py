@@ -11,9 +11,9 @@ import torch
 from speculant.config import Limits
 from speculant.drafting import (
     DrafterNeeds,
+    DrafterReads,
     Drafters,
     StatelessDrafter,
-    TargetNeeds,
     check_draft,
     check_extends,
     complete,
@@ -162,8 +162,8 @@ class Announcing(StatelessDrafter):
 @pytest.mark.parametrize(
     ("needs", "says"),
     [
-        (DrafterNeeds(target=TargetNeeds(hidden_layers=(0, 9))), "with 2 layers"),
-        (DrafterNeeds(target=TargetNeeds(hidden_layers=(-1,))), "with 2 layers"),
+        (DrafterNeeds(hidden_layers=(0, 9)), "with 2 layers"),
+        (DrafterNeeds(hidden_layers=(-1,)), "with 2 layers"),
     ],
 )
 def test_complete_refuses_impossible_needs(needs: DrafterNeeds, says: str) -> None:
@@ -284,7 +284,7 @@ class Listener(StatelessDrafter):
     """Keeps the rows that it observes, by sequence."""
 
     def __init__(self, top_k: int = 0) -> None:
-        self.needs = DrafterNeeds(target=TargetNeeds(top_k=top_k))
+        self.needs = DrafterNeeds(reads=DrafterReads(top_k=top_k))
         self.seen, self.calls = dict[int, list[int]](), 0
 
     def begin(self, request: Request) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from speculant.cache import KVStorage, Source
 from speculant.config import Limits
 from speculant.constraints import Constraint, forced_tokens
-from speculant.drafting import DrafterNeeds, FallbackDrafter, SubDrafter, TargetNeeds
+from speculant.drafting import DrafterNeeds, DrafterReads, FallbackDrafter, SubDrafter
 from speculant.engine import Engine, EngineOptions, runner as runner_module
 from speculant.errors import RequestError
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
@@ -369,7 +369,7 @@ class Reader(ScriptedDrafter):
     """Drafts a source's first tokens from the encoder's result, which is one-hot; `fails` counts its failing calls."""
 
     def __init__(self, fails: int = 0) -> None:
-        super().__init__(lambda request: self.read[request.seq_id], DrafterNeeds(target=TargetNeeds(encoder=True)))
+        super().__init__(lambda request: self.read[request.seq_id], DrafterNeeds(reads=DrafterReads(encoder=True)))
         self.read: dict[int, list[int]] = {}
         self.fails = fails
 

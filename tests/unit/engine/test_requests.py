@@ -9,7 +9,7 @@ import pytest
 
 from speculant import LLM, SamplingParams
 from speculant.config import Limits
-from speculant.drafting import DrafterNeeds, Drafters
+from speculant.drafting import DrafterNeeds, DrafterReads, Drafters
 from speculant.engine import CheckedRequest, Engine, EngineOptions, RequestFactory
 from speculant.errors import CapacityError, RequestError, SpeculantError
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
@@ -79,7 +79,7 @@ def test_check_raises_the_errors_of_adding(name: str) -> None:
     assert not engine.has_unfinished()
 
 
-READER = ScriptedDrafter(lambda request: request.drafts.prediction, DrafterNeeds(reads_prediction=True))
+READER = ScriptedDrafter(lambda request: request.drafts.prediction, DrafterNeeds(reads=DrafterReads(prediction=True)))
 
 
 @pytest.mark.parametrize("prediction", ["text", [V], ["x"], [True], [1.0]])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from speculant.beams import Beams
-from speculant.drafting import DrafterNeeds, TargetNeeds
+from speculant.drafting import DrafterNeeds
 from speculant.engine import DraftBudget
 from speculant.lengths import Fixed
 from speculant.params import SamplingParams
@@ -54,7 +54,7 @@ def limits_of(
     look_ahead_rows: int = 0,
 ) -> list[int]:
     schedule = Schedule(items, Pool(memory), budget, [], [])
-    needs = DrafterNeeds(max_nodes=max_nodes, nodes_per_beam=nodes_per_beam, target=TargetNeeds(inputs=look_ahead_rows))
+    needs = DrafterNeeds(max_nodes=max_nodes, nodes_per_beam=nodes_per_beam, target_inputs=look_ahead_rows)
     budget, lengths = DraftBudget(schedule, most_nodes), Fixed(length).choose(schedule)
     return [budget.take(item, length, needs, max_len) for item, length in zip(items, lengths, strict=True)]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from speculant.drafting.base import DrafterNeeds, StatelessDrafter, TargetNeeds
+from speculant.drafting.base import DrafterNeeds, StatelessDrafter
 from speculant.drafting.growth import DepthProbs, draw_trees, likeliest, new_chains
 from speculant.drafting.topology import StaticTree
 from speculant.kernels import REFERENCE, Sampler
@@ -92,7 +92,7 @@ class FutureDrafter(StatelessDrafter):
             emits_tree=branches,
             usual_nodes=min(usual_nodes or topology.most_nodes, topology.most_nodes),
             tree_depth=topology.depth if branches else None,
-            target=TargetNeeds(hidden_layers=(target.num_layers + 1,)),
+            hidden_layers=(target.num_layers + 1,),
         )
         self._heads, self._target, self._own_heads = heads, target, own_heads
         self._chances, self._sampler, self._topology = chances, sampler, topology

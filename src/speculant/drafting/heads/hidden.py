@@ -21,7 +21,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from speculant.cache import KVCache
-from speculant.drafting.base import TargetNeeds
 from speculant.drafting.model.drafter import DraftModelRunner, ModelDrafter
 from speculant.drafting.topology import DynamicTree, TreeTopology
 from speculant.kernels import REFERENCE, Sampler
@@ -262,9 +261,7 @@ class HiddenDrafter(ModelDrafter):
         topology: TreeTopology | DynamicTree | None = None,
     ) -> None:
         super().__init__(runner, vocab_size, sampler, topology)
-        self.needs = replace(
-            self.needs, target=TargetNeeds(hidden_layers=tuple(layers)), nodes_per_beam=None, max_positions=None
-        )
+        self.needs = replace(self.needs, hidden_layers=tuple(layers), nodes_per_beam=None, max_positions=None)
 
     @override
     def observe(self, request: Request, rows: CommittedRows) -> None:

@@ -55,5 +55,5 @@ class LookAheadTree(DraftTree):
             raise DraftError(
                 f"a draft has look-ahead rows of shape {list(self.inputs.shape)}, and {most} are allowed below each"
                 " node",
-                "announce them as TargetNeeds.inputs, and add no more of them than the limit on nodes.",
+                "announce them as DrafterNeeds.target_inputs, and add no more of them than the limit on nodes.",
             )

@@ -57,7 +57,7 @@ class LookAheadDrafter(FutureDrafter):
     def __init__(self, inputs: Tensor, target: CausalLM, chances: Chances, sampler: Sampler = REFERENCE) -> None:
         chain = StaticTree.of_widths([1] * len(inputs))
         super().__init__(LookAheadStates(), target, chances, chain, sampler, usual_nodes=METHOD.default_length)
-        self.needs = replace(self.needs, target=replace(self.needs.target, inputs=len(inputs)))
+        self.needs = replace(self.needs, target_inputs=len(inputs))
         self.inputs = inputs
         self._counts: dict[int, int] = {}  # of known states by sequence; the others are zero
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, no_options
+from speculant.drafting.base import DrafterContext, DrafterNeeds, DrafterReads, Method, StatelessDrafter, no_options
 from speculant.types import DraftTree, Request
 
 METHOD = Method(default_length=8, varies=True)
@@ -83,7 +83,7 @@ class Alignment:
 class PredictionDrafter(StatelessDrafter):
     """One `Alignment` per sequence."""
 
-    needs = DrafterNeeds(reads_prediction=True)
+    needs = DrafterNeeds(reads=DrafterReads(prediction=True))
 
     def __init__(self) -> None:
         self._alignments: dict[int, Alignment] = {}

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from speculant.drafting.base import DrafterContext, DrafterNeeds, Method, StatelessDrafter, TargetNeeds, read_options
+from speculant.drafting.base import DrafterContext, DrafterNeeds, DrafterReads, Method, StatelessDrafter, read_options
 from speculant.errors import ConfigError
 from speculant.tree import depths_of
 from speculant.types import CommittedRows, DraftTree, Request
@@ -103,7 +103,7 @@ class TokenRecycling(StatelessDrafter):
 
     def __init__(self, options: RecyclingOptions, vocab_size: int) -> None:
         self.needs = DrafterNeeds(
-            max_nodes=len(_paths(options.successors)), emits_tree=True, target=TargetNeeds(top_k=options.successors)
+            max_nodes=len(_paths(options.successors)), emits_tree=True, reads=DrafterReads(top_k=options.successors)
         )
         self._options, self._vocab_size = options, vocab_size
         self._matrices: OrderedDict[str, NDArray[np.int32]] = OrderedDict()

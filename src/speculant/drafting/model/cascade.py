@@ -161,7 +161,11 @@ class CascadeDrafter(CompositeDrafter):
         model.guess, own = guessing.guess, inner.drafter.needs
         members = [SubDrafter(WITH_MODEL, model, METHOD.default_length), SubDrafter(inner.method, guessing, 1)]
         super().__init__(members, context.target.vocab_size)
-        self.needs = replace(model.needs, target=replace(own.target, top_k=0))
+        self.needs = replace(
+            model.needs,
+            hidden_layers=own.hidden_layers,
+            reads=replace(model.needs.reads, target_cache=own.reads.target_cache, encoder=own.reads.encoder),
+        )
         self._guessing, self.sub_drafters = guessing, guessing.sub_drafters
 
     @override

@@ -27,7 +27,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from speculant.cache import KVCache, ReservationPlan, Source, Sources
-from speculant.drafting.base import DrafterContext, DrafterNeeds, StatelessDrafter, TargetNeeds
+from speculant.drafting.base import DrafterContext, DrafterNeeds, DrafterReads, StatelessDrafter
 from speculant.drafting.composite import Proposals
 from speculant.drafting.growth import (
     DepthProbs,
@@ -363,7 +363,7 @@ class ModelDrafter(StatelessDrafter):
             tree_depth=topology.depth if topology and not dynamic else None,
             max_positions=runner.model.max_positions,
             nodes_per_beam=NODES_PER_BEAM,
-            target=TargetNeeds(cache=not runner.owns_cache),
+            reads=DrafterReads(target_cache=not runner.owns_cache),
             own_cache=runner.owns_cache,
         )
         self._runner, self.caches = runner, (runner.cache,) if runner.owns_cache else ()
@@ -382,7 +382,7 @@ class ModelDrafter(StatelessDrafter):
                 f"{model.hidden_size} in the draft model",
                 "leave it out, so that the draft model runs its own encoder.",
             )
-        self.needs = replace(self.needs, target=replace(self.needs.target, encoder=True))
+        self.needs = replace(self.needs, reads=replace(self.needs.reads, encoder=True))
         self._runner.sources.reads_target = True
 
     @override

@@ -244,8 +244,8 @@ class Second:
         drafters, _ = build_drafters(config, config.speculative(), runtime.checkpoint, runtime.tokenizer, make_cache)
         assert drafters.default is not None, "nothing drafts"
         drafter = self._drafter = drafters.find(drafters.default)
-        self.layers = drafters.needs.target.hidden_layers  # layers whose states the observed rows must have
-        self.num_look_ahead_rows = drafter.needs.target.inputs
+        self.layers = drafters.needs.hidden_layers  # layers whose states the observed rows must have
+        self.num_look_ahead_rows = drafter.needs.target_inputs
         self.rows = NO_DRAFT  # those that its last drafts have beside their nodes
         self._longest = min(drafter.needs.max_positions or longest, longest)
 
@@ -253,14 +253,14 @@ class Second:
         """Start a text. source: the encoded one of an encoder-decoder model."""
         self._drafter.begin(request)
         needs = self._drafter.needs
-        if source is not None and (needs.target.encoder or needs.target.cache):
+        if source is not None and (needs.reads.encoder or needs.reads.target_cache):
             self._drafter.observe_source(request, source)
 
     @torch.inference_mode()
     def observe(self, computed: Sequence[tuple[Request, CommittedRows]]) -> None:
         """Pass on rows of the target: see `Drafter.observe`."""
         for request, rows in computed:
-            own = tuple(rows.hidden[self.layers.index(layer)] for layer in self._drafter.needs.target.hidden_layers)
+            own = tuple(rows.hidden[self.layers.index(layer)] for layer in self._drafter.needs.hidden_layers)
             self._drafter.observe(request, rows._replace(hidden=own))
 
     @torch.inference_mode()
