@@ -11,14 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from speculant import plugins
 from speculant.config import Limits, SpeculativeConfig
 from speculant.drafting import (
     BigramTables,
     Drafter,
-    DrafterContext,
     Drafters,
     ParallelChains,
     StaticDrafter,
@@ -34,7 +32,7 @@ from speculant.types import Request
 from tests.exactness.selection import combinations
 from tests.exactness.speculation import BRANCHING, LOSSLESS, Case, assert_exact, draft_model
 from tests.examples import examples
-from tests.fakes import MakeCache, build_rig, few_blocks, paged, slotted
+from tests.fakes import MakeCache, build_rig, drafter_context, few_blocks, paged, slotted
 from tests.heads import WRITERS, write_dflash, write_eagle, write_eagle3, write_mtp, write_peagle
 
 KIND = "speculant.drafting"
@@ -86,10 +84,9 @@ def head(method: str, tree: Any = None) -> Make:
 
     def make(pair: Pair, chances: Chances, limits: Limits, cache: MakeCache) -> Drafter:
         target = TableModel(pair.target, pair.vocab_size)
-        context = DrafterContext(
-            options, folder_of(method, pair.vocab_size), pair.vocab_size, torch.device("cpu"), chances,
-            BUDGET, lambda source, head_tokens=(): target,
-            lambda shape: cache(shape, limits), target=target,
+        context = drafter_context(
+            pair.vocab_size, options, folder_of(method, pair.vocab_size), load=lambda source, head_tokens=(): target,
+            make_cache=lambda shape: cache(shape, limits), target=target, chances=chances, budget=BUDGET,
         )  # fmt: skip
         drafter: Drafter = plugins.load(KIND, method.split()[0]).build(context)
         return drafter
