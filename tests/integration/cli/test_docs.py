@@ -144,6 +144,19 @@ def test_links_and_files_exist(document: str) -> None:
     assert [str(path) for path in linked if not path.exists()] + missing == []
 
 
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", ["CHANGELOG.md", *LINKED])
+def test_sections_that_are_linked_exist(document: str) -> None:
+    path = ROOT / document
+    linked = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", path.read_text())
+    missing = [f"{page}#{part}" for page, part in linked if part not in _anchors(path.parent / page if page else path)]
+    assert missing == []
+
+
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_make_targets_that_are_named_exist(document: str) -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
