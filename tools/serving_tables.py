@@ -23,6 +23,8 @@ from speculant.serving import ACCEPTED, REFUSED, ChatBody, CompletionBody, Respo
 
 PAGE = ROOT / "docs" / "serving.md"
 BODIES = {"chats": ChatBody, "completions": CompletionBody, "responses": ResponseBody}
+UNSUPPORTED = "suffix"  # a field that is declared, and refused with a value
+READ = {field for body in BODIES.values() for field in body.model_fields} - {UNSUPPORTED}
 
 
 def updated(page: str) -> str:
@@ -36,7 +38,7 @@ def fields() -> Iterator[str]:
     """Yield the table of the fields that the server reads, by the routes that read them."""
     routes: dict[str, list[str]] = defaultdict(list)
     for route, body in BODIES.items():
-        for field in body.model_fields:
+        for field in READ & body.model_fields.keys():
             routes[field].append(route)
     yield from ("| Routes | Fields |", "|---|---|")
     for served, names in sorted(_grouped(routes).items(), key=lambda each: -each[0].count(",")):
@@ -45,13 +47,13 @@ def fields() -> Iterator[str]:
 
 def others() -> Iterator[str]:
     """Yield the table of the fields that only other servers read, with what to use instead of a refused field."""
-    advice = {name: [entry.advice] for name, entry in REFUSED.items()}
+    advice = {name: [entry.advice] for name, entry in REFUSED.items() if name not in READ}
     instead = {text: names for text, names in _grouped(advice).items() if re.match("use |set ", text)}
     absent = [name for name, (text,) in advice.items() if text not in instead]
     yield from ("| Fields | Use instead |", "|---|---|")
     yield from (f"| {_listed(names)} | {text.partition(' ')[2]} |" for text, names in instead.items())
-    yield f"| {_listed(absent)} | nothing; the error says why |"
-    yield f"| {_listed(ACCEPTED)} | accepted, without effect |"
+    yield f"| {_listed([*absent, UNSUPPORTED])} | nothing; the error says why |"
+    yield f"| {_listed(name for name in ACCEPTED if name not in READ)} | accepted, without effect |"
 
 
 def options() -> Iterator[str]:
