@@ -6,7 +6,7 @@ python tools/support_table.py
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from transformers import CONFIG_MAPPING, AutoConfig
@@ -24,13 +24,19 @@ from speculant.models import (  # noqa: E402
 from tests.unit.models.families import SMALL, VARIANTS  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
-BEGIN, END = "<!-- table: families -->\n", "<!-- end -->"
+END = "<!-- end -->"
 
 
 def updated(page: str) -> str:
     """Return a page whose table is that of the code."""
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + "\n".join(table()) + "\n" + END + rest.partition(END)[2]
+    return replaced(page, "families", table())
+
+
+def replaced(page: str, name: str, lines: Iterable[str]) -> str:
+    """Return a page with other lines in the table of a name."""
+    begin = f"<!-- table: {name} -->\n"
+    before, _, rest = page.partition(begin)
+    return before + begin + "\n".join(lines) + "\n" + END + rest.partition(END)[2]
 
 
 def table() -> Iterator[str]:
