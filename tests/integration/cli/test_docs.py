@@ -18,7 +18,8 @@ DOCUMENTS = ("README.md", "docs/quickstart.md", "docs/planning.md", "docs/profil
 WITH_COMMANDS = (*DOCUMENTS, "docs/benchmarks.md")
 GGUF = "path/model-Q4_K_M.gguf"  # the name of the reader's own file
 OTHERS = ("demo", "serve", "chat")  # they have their own tests; the last two do not end by themselves
-LINKED = ("README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")))
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+LINKED = ("README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in PAGES))
 
 
 def _blocks(document: str, language: str) -> list[str]:
