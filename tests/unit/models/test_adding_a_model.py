@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields as fields_of
+from dataclasses import MISSING, fields as fields_of, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +72,22 @@ def test_both_backends_agree_on_the_page_s_family(pair: Pair) -> None:
     torch.testing.assert_close(native, ours, atol=1e-4, rtol=0)
 
 
-def test_the_page_s_table_names_real_fields() -> None:
-    rows = re.findall(r"^\| `(\w+)` +\| `(\w+)`", PAGE, flags=re.MULTILINE)
-    parts = {part for part, _ in rows}
-    own = {
-        "DecoderConfig",
-        "Embedding",
-        "Encoder",
-        "Layer",
-        "Attention",
-        "DistanceBias",
-        "Mlp",
-        "Experts",
-        "Norm",
-        "Head",
+def _row(part: type) -> str:
+    """Return a part's row: the fields that have no default, then the others."""
+    own = [(each.name, each.default is MISSING and each.default_factory is MISSING) for each in fields_of(part)]
+    cells = [", ".join(f"`{name}`" for name, required in own if required is wanted) for wanted in (True, False)]
+    return f"| `{part.__name__}` | {cells[0]} | {cells[1]} |".replace("|  |", "| |")
+
+
+def test_the_page_s_table_has_every_part_and_field() -> None:
+    """A part is a dataclass of the description that is neither a tensor map nor an operation on tensors."""
+    parts = {
+        each.__name__: each
+        for each in vars(description).values()
+        if is_dataclass(each)
+        and each.__module__ == description.__name__
+        and not issubclass(each, description.Operation | description.TensorMap)
     }
-    assert own == parts
-    for part, field in rows:
-        assert field in {each.name for each in fields_of(getattr(description, part))}, part
+    rows = re.findall(r"^(\| `(\w+)` \|.*)$", PAGE, flags=re.MULTILINE)
+    assert {name for _, name in rows} == parts.keys()
+    assert [row for row, _ in rows] == [_row(parts[name]) for _, name in rows]
