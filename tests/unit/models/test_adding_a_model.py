@@ -84,7 +84,8 @@ def test_the_page_s_table_has_every_part_and_field() -> None:
     parts = {
         each.__name__: each
         for each in vars(description).values()
-        if is_dataclass(each)
+        if isinstance(each, type)
+        and is_dataclass(each)
         and each.__module__ == description.__name__
         and not issubclass(each, description.Operation | description.TensorMap)
     }
