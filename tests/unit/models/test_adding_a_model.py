@@ -14,13 +14,12 @@ from safetensors import safe_open
 from speculant import models, plugins
 from speculant.kernels import usable_sets
 from speculant.models import description
-from speculant.models.families import granite
 from tests.contracts import test_model_families as contracts
 from tests.unit.models import families
 from tests.unit.models.families import Pair, Session, cases, make_pair, random_tokens
 
 PAGE = (Path(__file__).parents[3] / "docs" / "adding-a-model.md").read_text()
-FAMILY, GGUF, ENTRY = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+FAMILY, ENTRY = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 @pytest.fixture
@@ -48,12 +47,6 @@ def test_the_page_s_family_is_read_by_its_tensor_map(pair: Pair) -> None:
     assert "model.norm.weight" not in names
     read = dict(pair.ours.named_parameters())  # type: ignore[attr-defined]
     assert torch.equal(read["model.layers.1.self_attn.o_proj.weight"], stored)
-
-
-def test_the_page_s_lines_for_gguf_are_those_of_a_family() -> None:
-    made: dict[str, Any] = {}
-    exec(GGUF, made)
-    assert made["GGUF"] == granite.GGUF
 
 
 def test_the_contracts_hold_for_the_page_s_family(pair: Pair) -> None:
