@@ -74,7 +74,8 @@ print(json.dumps({
 
 
 def start(model: Path, folder: Path, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run a process whose cache is in this folder; return its figures."""
+    """Run a process whose cache is in this folder, which may be a container's; return its figures."""
+    arguments = {"weight_cache": str(folder / "weights"), **arguments}
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder)}
     command = [sys.executable, "-c", START, str(model), json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

@@ -75,6 +75,25 @@ def cache_folder(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculant" / name
 
 
+MOUNTS = Path("/proc/self/mountinfo")
+EMPTY_DIR = "/kubernetes.io~empty-dir/"  # in the paths of such volumes on a node of Kubernetes
+_LOST_WITH = {"tmpfs": "memory", "ramfs": "memory", "overlay": "container", "fuse.fuse-overlayfs": "container"}
+
+
+def lost_with(folder: Path) -> str:
+    """Return what a folder's files are lost with: memory, container or pod; empty = they stay, or nobody can tell."""
+    place, depth, found = folder.resolve(), 0, ""
+    with suppress(OSError):
+        for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
+            mount, _, kind = line.partition(" - ")  # id, parent, device, root in the file system, place, options
+            root, point = mount.split(" ")[3:5]
+            path = Path(point.replace("\\040", " "))
+            if place.is_relative_to(path) and len(path.parts) >= depth:  # the last one hides earlier ones
+                depth = len(path.parts)
+                found = "pod" if EMPTY_DIR in f"{root}/" else _LOST_WITH.get(kind.partition(" ")[0], "")
+    return found
+
+
 class Run(NamedTuple):
     """The time of a run, and the share in which its thread was on a processor, in seconds."""
 

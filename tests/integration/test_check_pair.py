@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from speculant import files
 from speculant.config import EngineConfig
 from speculant.errors import ModelError, PairError, SpeculantError
 from speculant.kernels import REFERENCE, usable_sets
@@ -37,8 +38,8 @@ from tests.models import Checkpoints, Shape, write_checkpoint
 
 SMALL = ("--tokens", "12", "--kernels", "reference")
 TOP = {
-    "target", "draft", "size_ratio", "sampling", "texts", "step_ms", "verification", "verify_curve", "precisions",
-    "best", "measured", "pays", "verdict", "flags", "draft_lacks_tokens", "vocabulary",
+    "target", "draft", "size_ratio", "sampling", "texts", "step_ms", "step_spread", "verification", "verify_curve",
+    "precisions", "best", "measured", "pays", "verdict", "flags", "draft_lacks_tokens", "vocabulary",
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
 
@@ -124,6 +125,16 @@ def test_text_ends_with_a_verdict_and_flags(checkpoints: Checkpoints, prompts: s
     assert ("outputs identical to plain" in shown) == (not sampling)
     assert shown.splitlines()[-1].startswith(("it pays: ", "it does not pay: ", "it makes no clear difference: "))
     assert "\x1b[" not in shown
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_busy_machine_is_named(
+    busy: bool, checkpoints: Checkpoints, prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "_spread", lambda totals: 2.34 if busy else 1.2)
+    monkeypatch.setattr(files, "STEADY", 1.5)
+    shown = _invoke(checkpoints.target, checkpoints.near, "--tokens", "8", "--prompts", prompts).stdout
+    assert ("other programs were busy: half of the steps took 2.3 times the least or more" in shown) == busy
 
 
 @pytest.mark.slow

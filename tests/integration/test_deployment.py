@@ -63,12 +63,15 @@ def test_a_dashboard_s_variables_are_declared(dashboard: dict[str, Any]) -> None
     assert prefixes["query"] == "speculant,vllm"
 
 
-@pytest.mark.parametrize("prefix", ["speculant", "vllm"])
+@pytest.mark.parametrize(
+    ("prefix", "own"), [("speculant", "speculant"), ("vllm", "vllm"), ("vllm", "speculant"), ("vllm", "own")]
+)
 def test_every_metric_of_the_dashboard_is_served(
-    dashboard: dict[str, Any], serve: Callable[..., LiveServer], checkpoints: Checkpoints, prefix: str
+    dashboard: dict[str, Any], serve: Callable[..., LiveServer], checkpoints: Checkpoints, prefix: str, own: str
 ) -> None:
+    """prefix: the dashboard's variable. own: the server's --metrics-prefix, beside which it has vLLM's names."""
     engine = AsyncEngine(checkpoints.target, draft_model=checkpoints.near, spec_length=3)
-    server = serve(engine, metrics_prefix=prefix).ready()
+    server = serve(engine, metrics_prefix=own).ready()
     server.post("/v1/completions", prompt="def f", max_tokens=20, temperature=0, ignore_eos=True)
     page = server.http.get("/metrics").text
     samples = dict(re.findall(rf"^{prefix}:(\w+)(\{{.*\}})? ", page, re.MULTILINE))
@@ -76,6 +79,8 @@ def test_every_metric_of_the_dashboard_is_served(
     named = {name for each in expressions for name in re.findall(r"\$\{prefix\}:(\w+)", each)}
     assert len(named) > 12
     assert named - set(samples) == set()
+    (pattern,) = {each for text in expressions for each in re.findall(r'__name__=~"([^"]+)"', text)}
+    assert len(re.findall(rf"^{pattern}{{", page, re.MULTILINE)) == 1, "with any prefix, and counted once"
     for expression in expressions:
         for label, name in re.findall(r"by \((\w+)\) \(rate\(\$\{prefix\}:(\w+)", expression):
             assert f'{label}="' in samples[name], expression
@@ -144,12 +149,33 @@ def test_the_image_s_command_exists() -> None:
     assert json.loads(commands["CMD"]) == ["demo", "--draft-model", "demo"]
 
 
-def test_the_image_s_health_check_tells_health(serve: Callable[..., LiveServer], checkpoints: Checkpoints) -> None:
+@pytest.mark.parametrize("given", ["{port}", "--port\0{port}", "--port={port}"])
+def test_the_image_s_health_check_follows_the_port(
+    given: str, serve: Callable[..., LiveServer], checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """It reads the command line of the container's first process; without a port there, it is the entry point's."""
     check = json.loads(re.findall(r"^HEALTHCHECK .* CMD (\[.*\])$", _stages()[1], re.MULTILINE)[0])
+    entry = json.loads(re.findall(r"^ENTRYPOINT (\[.*\])$", _stages()[1], re.MULTILINE)[0])
     server = serve(AsyncEngine(checkpoints.target)).ready()
     port = server.url.rpartition(":")[2]
-    command = [sys.executable, *(argument.replace("8000", port) for argument in check[1:])]
+    line = tmp_path / "cmdline"
+    if given == "{port}":
+        line.write_text("\0".join([*entry[:-1], port, "demo"]))
+    else:
+        line.write_text("\0".join([*entry, "demo", given.format(port=port), "--log-level", "info"]))
+    command = [sys.executable, *(argument.replace("/proc/1/cmdline", str(line)) for argument in check[1:])]
     assert subprocess.run(command, check=False).returncode == 0
     server.in_loop(lambda: setattr(server.state, "draining", True))
     server.until(lambda: server.state.draining)
     assert subprocess.run(command, check=False).returncode == 1
+
+
+def test_the_image_s_context_has_what_it_is_built_from_and_no_more() -> None:
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    first, *patterns = [line for line in lines if line and not line.startswith("#")]
+    assert first == "*"
+    copied = [
+        name for line in re.findall(r"^COPY (?!--)(.*)$", _stages()[0], re.MULTILINE) for name in line.split()[:-1]
+    ]
+    assert sorted(line[1:] for line in patterns if line.startswith("!")) == sorted(copied)
+    assert "**/*.so" in patterns, "a library for the processor of the machine that builds the image"

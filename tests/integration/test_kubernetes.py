@@ -203,6 +203,14 @@ def test_the_pod_may_write_nothing_but_its_home() -> None:
     assert f"--home-dir {home}" in IMAGE
 
 
+def test_a_pod_whose_home_is_lost_keeps_no_packed_weights() -> None:
+    """They may be larger than the volume, whose limit the process can't see."""
+    (home,) = [each for each in pod()["volumes"] if each["name"] == "home"]
+    assert "sizeLimit" in home["emptyDir"]
+    arguments = entrypoint()
+    assert arguments[arguments.index("--weight-cache") + 1] == "off"
+
+
 def test_resources_are_whole_processors() -> None:
     resources = container()["resources"]
     assert resources["requests"] == resources["limits"]

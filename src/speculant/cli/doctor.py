@@ -23,7 +23,7 @@ from rich.table import Table
 from speculant import __version__
 from speculant.cli.terminal import examples, print_json, progress, results
 from speculant.errors import ModelError
-from speculant.files import cache_folder
+from speculant.files import cache_folder, lost_with
 from speculant.gguf_file import GgufFile
 
 if TYPE_CHECKING:
@@ -559,7 +559,9 @@ def _weight_cache() -> str:
 
     folder = cache_folder("weights")
     sizes = [status.st_size for _, status in cache_files(folder)]
-    return f"{len(sizes)} models, {sum(sizes) / GIB:.1f} of at most {LIMIT_BYTES / GIB:.0f} GiB, in {folder}"
+    lost = lost_with(folder)
+    unused = f"; none is added, as this {lost} would lose it" if lost else ""
+    return f"{len(sizes)} models, {sum(sizes) / GIB:.1f} of at most {LIMIT_BYTES / GIB:.0f} GiB, in {folder}{unused}"
 
 
 def _kernel_finding(speeds: Speeds) -> Finding:

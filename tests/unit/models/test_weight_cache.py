@@ -20,7 +20,7 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speculant import LLM, SamplingParams
+from speculant import LLM, SamplingParams, files
 from speculant.cli import figures
 from speculant.files import TICK, cache_folder
 from speculant.kernels import Kernels, Type, Weight, open_kernels, usable_sets
@@ -41,6 +41,7 @@ from speculant.models import (
 )
 from speculant.models.weights import cache as weight_cache
 from speculant.tree import DraftTree
+from tests.commands import json_of
 from tests.contracts.test_input_embeddings import Session
 from tests.examples import examples
 from tests.gguf_models import convert
@@ -54,8 +55,9 @@ ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep models of every size, and say everything in each test."""
+    """Keep models of every size, wherever tests run, and say everything in each test."""
     monkeypatch.setattr(weight_cache, "LEAST_BYTES", 0)
+    monkeypatch.setattr(weight_cache, "lost_with", lambda folder: "")
     weight_cache.say_once.cache_clear()
 
 
@@ -430,7 +432,7 @@ def test_disk_is_not_filled(
     source: str, folder: Path, expected: Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(weight_cache, "FREE_BYTES", 2**62)
-    check(source, folder, expected, KEPT, KEPT)
+    check(source, folder, expected, PACKED, PACKED)
     assert caplog.text.count("are free there") == 1
     assert not [*folder.iterdir()]
 
@@ -439,7 +441,7 @@ def test_place_that_is_no_folder_fails_no_start(
     source: str, tmp_path: Path, expected: Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    check(source, tmp_path / "file", expected, KEPT, KEPT)
+    check(source, tmp_path / "file", expected, PACKED, PACKED)
     assert caplog.text.count("can't be kept") == 1
 
 
@@ -532,6 +534,69 @@ def test_engine_keeps_weights_and_says_so(checkpoints: Checkpoints, home: Path, 
         assert place is None or len(cache_files(place)) == 1
     assert said == ["", "", "and written to the cache", MAPPED, "and written to the cache"]
     assert all(text == texts[0] for text in texts)
+
+
+@pytest.mark.parametrize("lost", ["memory", "container", "pod"])
+def test_default_folder_that_is_lost_is_only_read(
+    lost: str,
+    source: str,
+    home: Path,
+    expected: Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
+        patch.setattr(weight_cache, "lost_with", lambda folder: lost)
+        check(source, home, expected, PACKED)
+        assert f"{home} would be lost with this {lost}" in caplog.text
+        assert not home.exists()
+        check(source, home.parent / "named", expected, KEPT)
+    check(source, home, expected, KEPT)
+    monkeypatch.setattr(weight_cache, "lost_with", lambda folder: lost)
+    check(source, home, expected, MAPPED)
+
+
+def test_a_start_says_what_it_writes_where_and_how_to_turn_it_off(
+    checkpoints: Checkpoints, home: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["generate", "a", "--model", checkpoints.target, "--dtype", "bfloat16", "--max-tokens", "2"]
+    for times in (1, 0):
+        caplog.clear()
+        assert json_of(*command)["token_ids"]
+        said = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+        assert sum(str(home) in each and "GiB" in each and "--weight-cache off" in each for each in said) == times
+        for thread in threading.enumerate():
+            if thread.name == weight_cache.THREAD:
+                thread.join()
+
+
+MOUNT = "36 27 8:1 {root} {point} rw,relatime - {kind} /dev/sda rw"
+
+
+@pytest.mark.parametrize(
+    ("root", "point", "kind", "lost"),
+    [
+        ("/", "/", "ext4", ""),
+        ("/", "/", "overlay", "container"),
+        ("/", "/home/a user", "tmpfs", "memory"),
+        ("/pods/1/volumes/kubernetes.io~empty-dir/home", "/home", "ext4", "pod"),
+        ("/volumes/models/_data", "/home", "ext4", ""),
+        ("/", "/other", "tmpfs", "container"),
+        ("/", "/home/a", "tmpfs", "container"),
+    ],
+)
+def test_what_a_folder_is_lost_with(
+    root: str, point: str, kind: str, lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        MOUNT.format(root="/", point="/", kind="overlay"),
+        MOUNT.format(root=root, point=point.replace(" ", "\\040"), kind=kind),
+    ]
+    (tmp_path / "mounts").write_text("\n".join(lines))
+    monkeypatch.setattr(files, "MOUNTS", tmp_path / "mounts")
+    assert files.lost_with(Path("/home/a user/.cache/speculant/weights")) == lost
+    monkeypatch.setattr(files, "MOUNTS", tmp_path / "none")
+    assert files.lost_with(tmp_path) == "", "the system does not tell"
 
 
 def test_reference_kernels_have_no_cache(checkpoints: Checkpoints, home: Path) -> None:

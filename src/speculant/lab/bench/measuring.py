@@ -403,11 +403,15 @@ class StepTime:
 
 @dataclass(frozen=True)
 class LengthCosts:
-    """Typical times of steps in seconds by draft length; `lengths` ascend from 0, the step of plain decoding."""
+    """Typical times of steps in seconds by draft length; `lengths` ascend from 0, the step of plain decoding.
+
+    spread: the median step over the fastest one, for all lengths together; 1 = no other program disturbed them.
+    """
 
     lengths: Sequence[int]
     draft_s: Sequence[float]
     other_s: Sequence[float]
+    spread: float = 1.0
 
     @property
     def total_s(self) -> list[float]:
@@ -473,17 +477,28 @@ def measure_steps(
 
 
 def _typical(lengths: Sequence[int], times: Sequence[Sequence[Sequence[StepTime]]]) -> LengthCosts:
-    """Return the lower quartiles of the times by length, over all rounds.
+    """Return the lower quartiles of the times by length, over all rounds, and at most as much as a longer draft takes.
 
     Other programs only add to times. On a busy machine they disturb about half of the steps, so medians would jump from
-    one length to the next.
+    one length to the next. Quartiles jump too, if they disturb more.
     """
     steps = [list(itertools.chain(*rounds)) for rounds in times]
     return LengthCosts(
         lengths,
-        [Spread.of([step.draft_s for step in own]).q1 for own in steps],
-        [Spread.of([step.other_s for step in own]).q1 for own in steps],
+        _rising([Spread.of([step.draft_s for step in own]).q1 for own in steps]),
+        _rising([Spread.of([step.other_s for step in own]).q1 for own in steps]),
+        _spread([[step.draft_s + step.other_s for step in own] for own in steps]),
     )
+
+
+def _spread(times: Sequence[Sequence[float]]) -> float:
+    """Return the median time of every kind over the least, for all kinds together."""
+    return sum(map(statistics.median, times)) / max(sum(map(min, times)), 1e-9)
+
+
+def _rising(seconds: Sequence[float]) -> list[float]:
+    """Return times of which none is above a later one."""
+    return list(itertools.accumulate(reversed(seconds), min))[::-1]
 
 
 def _sample(

@@ -23,6 +23,7 @@ from speculant.cli import (
 )
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
+from speculant.files import is_steady
 from speculant.lab.bench import CODE, WorkloadConfig
 from speculant.params import SamplingParams
 
@@ -125,6 +126,7 @@ def document(config: EngineConfig, findings: Findings) -> dict[str, Any]:
         "sampling": {name: getattr(findings.params, name) for name in PairSampling.names()},
         "texts": findings.num_texts,
         "step_ms": 1e3 * usual.plain_s,
+        "step_spread": max(each.costs.spread for each in findings.predictions.values()),
         "verification": {"tokens": tokens, "cost": costs},
         "verify_curve": {"tokens": tokens, "cost": [costs[0], *(cost + overhead for cost in costs[1:])]},
         "precisions": {name: _prediction(each) for name, each in findings.predictions.items()},
@@ -259,6 +261,12 @@ def _show_acceptance(console: Console, value: Mapping[str, Any]) -> None:
     console.print(
         f"costs are relative to a step of plain decoding, {value['step_ms']:.2f} ms; steps by tokens per pass: {shown}"
     )
+    if not is_steady(value["step_spread"]):
+        console.print(
+            f"other programs were busy: half of the steps took {value['step_spread']:.1f} times the least or more, so "
+            "the costs and predictions are uncertain; close these programs and repeat the command",
+            style=VERDICTS[None],
+        )
 
 
 def _show_lengths(console: Console, value: Mapping[str, Any]) -> None:

@@ -193,7 +193,7 @@ def head(resume: Resume = False, as_json: AsJson = False, *, flags: HeadFlags) -
 def _shown() -> Show:
     from speculant.lab.training import Show
 
-    return Show(progress, shown_progress, show_training)
+    return Show(progress, shown_progress, show_training, messages().print)
 
 
 def _carry_out(run: TrainingRun[Any, Any] | DraftsRun, resume: bool, as_json: bool) -> None:

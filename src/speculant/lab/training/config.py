@@ -263,7 +263,9 @@ class BoostedConfig(TargetRunConfig):
     target: Annotated[str, "The target: a folder, a Hugging Face id or demo."]
     boosted: Annotated[int, "Drafts to train, one after the other."] = 1
     parallel: Annotated[int, "Tokens that the draft predicts in one pass; above 1 it is for the method parallel."] = 1
-    minutes: Annotated[float | None, "End each draft's training after this many minutes."] = None
+    minutes: Annotated[
+        float | None, "End each draft's training after this many minutes, which begin when its texts are written."
+    ] = None
     steps: Annotated[int | None, "End each draft's training after this many steps."] = None
     start: Annotated[
         str | None, "The draft model to begin with: a folder, an id or demo. Without it, random weights."

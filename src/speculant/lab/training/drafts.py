@@ -196,7 +196,7 @@ class DraftRun(TrainingRun[BoostedConfig, BoostedOutcome]):
 def _summary(outcome: BoostedOutcome, folder: Path) -> list[str]:
     alphas = ", ".join(f"{alpha:.3f}" for alpha in outcome.by_depth)
     return [
-        f"{folder}: {outcome.parameters:,} weights, {outcome.steps:,} steps",
+        f"{folder}: {outcome.parameters:,} weights, {outcome.steps:,} steps, {outcome.minutes:.1f} minutes of training",
         (
             f"  sum min(p, q) {outcome.alpha:.3f}, same likeliest token {outcome.agreement:.3f};"
             f" for {outcome.covered:.3f} of the tokens one of drafts 1 to {outcome.number} has it,"

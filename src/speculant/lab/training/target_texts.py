@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -191,13 +192,23 @@ def prepare_texts(plan: TargetRunConfig, target: CausalLM, show: Show = SILENT, 
     """
     count = wanted_texts(plan, target.hidden_size * (1 + len(layers)))
     if count is not None or missing_states(plan.out, target.hidden_size, layers):
+        began = time.monotonic()
+        show.tell(_announced(plan, count))
         with show.doing("Loading the target"):
             llm = LLM(plan.target, max_model_len=plan.seq, max_num_seqs=_SEQUENCES, seed=plan.seed)
         if count is not None:
             _write_texts(llm, plan, count, show)
         with show.watched("Computing hidden states") as watch:
             open_texts(plan.out, llm.checkpoint.model, watch, layers)
+        show.tell(f"prepared in {(time.monotonic() - began) / 60:.1f} minutes; the training begins")
     return open_texts(plan.out, target, layers=layers)
+
+
+def _announced(plan: TargetRunConfig, count: int | None) -> str:
+    """Return a line on what comes before the training. count: of texts to write; None = they are there."""
+    texts = "" if count is None else f"writes {count:,} texts of {plan.seq} tokens (--tokens), and "
+    then = f"; the {plan.minutes:g} minutes begin after that" if plan.minutes else ""
+    return f"preparation: the target {texts}computes its hidden states{then}"
 
 
 def _write_texts(llm: LLM, plan: TargetRunConfig, count: int, show: Show) -> None:

@@ -165,6 +165,10 @@ def _unwatched(what: str) -> Iterator[Watch]:
     yield lambda done: None
 
 
+def _untold(line: str) -> None:
+    pass
+
+
 def _train(trainer: Trainer) -> None:
     for _ in trainer.run():
         pass
@@ -175,12 +179,13 @@ class Show:
     """The display of a run; by default there is none.
 
     doing, watched: for a block and its description; watched yields a function for the fraction that is done. training:
-    runs a trainer to its end.
+    runs a trainer to its end. tell: shows a line that stays.
     """
 
     doing: Callable[[str], AbstractContextManager[None]] = _silent
     watched: Callable[[str], AbstractContextManager[Watch]] = _unwatched
     training: Callable[[Trainer], None] = _train
+    tell: Callable[[str], None] = _untold
 
 
 SILENT = Show()

@@ -7,7 +7,8 @@ Processes that map it share the memory.
 
 A file is written to a temporary name and renamed when all of it is on the disk. Its writer holds a lock; a temporary
 file without one was left by a process that died. No error here stops a start: weights that can't be read are packed
-again, weights that can't be written are not kept, and a warning is logged once.
+again, weights that can't be written are not kept, and a warning is logged once. The default folder is only read where
+its files would be lost with memory, a container or a pod.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor
 
 from speculant import __version__
+from speculant.files import cache_folder, lost_with
 from speculant.kernels import ALIGNMENT, Kernels, Type, Weight, library_path
 from speculant.models import background
 
@@ -121,11 +123,12 @@ def _digest(table: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(table, digest_size=8).digest(), "little")
 
 
+GIB = 2**30
 FORMAT = 2  # of the files, and of packed matrices
 SUFFIX, TEMPORARY = ".weights", ".part"
-LIMIT_BYTES = 16 * 2**30  # of all files; the newest one stays, whatever its size
+LIMIT_BYTES = 16 * GIB  # of all files; the newest one stays, whatever its size
 LEAST_BYTES = 64 * 2**20  # a smaller model is packed in no time
-FREE_BYTES = 2**30  # that are left on the disk
+FREE_BYTES = GIB  # that are left on the disk
 THREAD = "speculant-weight-cache"
 MAPPED, PACKED, KEPT = "mapped from the cache", "packed", "packed, and written to the cache"
 
@@ -160,14 +163,30 @@ class WeightCache:
             return None
         return found
 
-    def keep(self, facts: Sequence[str], weights: Mapping[str, Weight]) -> None:
-        """Write weights to the disk, and delete the least recently used files if all take too much."""
-        size = sum(len(weight.memory) for weight in weights.values())
+    def accepts(self, size: int) -> bool:
+        """Whether to write a file of this size; the answer is logged."""
+        lost = self.folder == cache_folder("weights") and lost_with(self.folder)
+        if lost:
+            logger.info("packed weights are not kept: %s would be lost with this %s", self.folder, lost)
+            return False
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if (free := shutil.disk_usage(self.folder).free) < size + FREE_BYTES:
-                say_once(f"weights are not kept in {self.folder}: {free / 2**30:.1f} GiB are free there")
-                return
+            free = shutil.disk_usage(self.folder).free
+        except OSError as error:
+            say_once(f"weights can't be kept in {self.folder}, and each start packs them: {error}")
+            return False
+        if free < size + FREE_BYTES:
+            room = f"{free / GIB:.2g} GiB are free there, and {(size + FREE_BYTES) / GIB:.2g} are needed"
+            say_once(f"packed weights are not kept in {self.folder}: {room}")
+            return False
+        off = '--weight-cache off, or weight_cache="off", keeps none'
+        say_once(f"packed weights are kept in {self.folder} for later starts, {size / GIB:.2g} GiB: {off}")
+        return True
+
+    def keep(self, facts: Sequence[str], weights: Mapping[str, Weight]) -> None:
+        """Write weights to the disk, and delete the least recently used files if all take too much."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             with _temporary(self.folder) as (file, made):
                 write_weights(file, facts, weights, replace(self.kernels, threads=1))
                 file.flush()
@@ -212,7 +231,8 @@ class WeightStore:
         if not self.made:
             return MAPPED
         weights, self.made = {**self.mapped, **self.made}, {}
-        if sum(len(weight.memory) for weight in weights.values()) < LEAST_BYTES:
+        size = sum(len(weight.memory) for weight in weights.values())
+        if size < LEAST_BYTES or not self.cache.accepts(size):
             return PACKED
         background.start(threading.Thread(target=self._keep, args=(weights,), name=THREAD))
         return KEPT

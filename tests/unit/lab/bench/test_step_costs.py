@@ -63,6 +63,15 @@ def test_lower_quartile_ignores_other_programs() -> None:
     assert found.other_s == [2.0, 2.0]
 
 
+def test_no_draft_costs_more_than_a_longer_one() -> None:
+    """The steps of a busy machine, in which other programs disturbed nearly every draft of two tokens."""
+    own = ((1.0, 1.0, 1.0), (1.04, 1.1, 1.1), (2.0, 3.64, 3.64), (1.9, 2.79, 2.79))
+    quiet = [[[measuring.StepTime(0.0, seconds) for seconds in times]] for times in own]
+    found = measuring._typical((0, 1, 2, 4), quiet)
+    assert found.other_s == pytest.approx([1.0, 1.07, 2.345, 2.345])
+    assert found.spread == pytest.approx((1.0 + 1.1 + 3.64 + 2.79) / (1.0 + 1.04 + 2.0 + 1.9))
+
+
 def test_draft_without_room_is_explained(checkpoints: Checkpoints) -> None:
     runtime = make_runtime(checkpoints, checkpoints.near, max_model_len=12)
     with pytest.raises(RequestError, match="drafts of 8 tokens after a prompt of 3 do not fit"):

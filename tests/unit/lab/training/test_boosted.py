@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from speculant.lab.training import (
     DraftsRun,
     MissedObjective,
     OutputHead,
+    Show,
     Texts,
     begin_folder,
     hidden_states,
@@ -143,6 +145,23 @@ def test_a_run_makes_drafts_for_one_tree(tmp_path: Path, target_folder: str, cor
     assert "Measured" in (out / "2" / "README.md").read_text()
     speculative = {"method": "specinfer", "model": str(out / "1"), "models": [str(out / "2")], "depth": 2}
     assert drafts(target_folder, speculative) > 0
+
+
+def test_minutes_count_the_training_and_what_comes_before_is_told_apart(
+    tmp_path: Path, target_folder: str, corpus_folder: Path
+) -> None:
+    told, minutes = list[str](), 1e-5
+    config = config_of(tmp_path, target_folder, steps=None, minutes=minutes, data=(corpus_folder,), tokens=640)
+    run = DraftsRun(config, Show(tell=told.append))
+    outcome = run.carry_out()
+    first, last = told
+    assert first.startswith(f"preparation: the target writes 40 texts of {SEQ} tokens (--tokens)")
+    assert first.endswith("the 1e-05 minutes begin after that")
+    assert re.fullmatch(r"prepared in \d+\.\d minutes; the training begins", last)
+    assert [each.steps for each in outcome.drafts] == [1, 1], "as long as a step takes, and no longer"
+    assert run.summary(outcome)[0].endswith("1 steps, 0.0 minutes of training")
+    run.carry_out(resume=True)
+    assert len(told) == 2, "the texts are there"
 
 
 def without_time(outcome: dict[str, Any]) -> dict[str, Any]:
