@@ -83,7 +83,7 @@ TABLE_3 = {
     ("CNNDM", "unigram"): (0.13, 0.08),
     ("CNNDM", "bigram"): (0.23, 0.16),
 }
-PAGE = Path(__file__).parents[1] / "docs" / "theory.md"
+PAGE = Path(__file__).parent / "results" / "theory.md"
 BEGIN, END = "<!-- made by: benchmarks/t5.py -->\n", "<!-- end of benchmarks/t5.py -->"
 
 Read = Callable[[Text, SamplingParams], Tensor]  # a draft's distributions [T, V] along a text

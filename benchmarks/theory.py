@@ -1,6 +1,6 @@
-"""Recomputes the tables and figures of docs/theory.md: published figures beside ours, and the embedded pair's own.
+"""Recomputes benchmarks/results/theory.md: published figures beside ours, and the embedded pair's own.
 
-Tables are written into docs/theory.md, between `<!-- table: name -->` and `<!-- end -->`. --figures also draws
+Tables are written into this page, between `<!-- table: name -->` and `<!-- end -->`. --figures also draws
 docs/figures/*.svg, with matplotlib. --measure first estimates alpha of the embedded pair, at temperatures 0, 0.5 and 1,
 along as many tokens as in section 4.2 of arXiv 2211.17192; without it, the figures are those of the last measurement.
 """
@@ -139,9 +139,9 @@ AKUNU_LENGTH, AKUNU_COST = 4, 1.3
 LONGEST = 200  # as long as any draft that is considered
 
 
-PAGE = Path(__file__).parents[1] / "docs" / "theory.md"
-FIGURES = PAGE.parent / "figures"
 RESULTS = Path(__file__).parent / "results" / "theory.json"
+PAGE = RESULTS.with_suffix(".md")
+FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 TEMPERATURES, LENGTH = (0.0, 0.5, 1.0), 5
 DRAFTS = ("unigram", "bigram", "draft model")
 LENGTHS = (1, 3, 5, 7, 10)  # of figures 2 and 4

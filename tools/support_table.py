@@ -41,22 +41,22 @@ def replaced(page: str, name: str, lines: Iterable[str]) -> str:
 
 def table() -> Iterator[str]:
     """Yield the lines of the table."""
-    yield "| family | GGUF architecture | parts in the tested variants | variants | kernels | compared with |"
-    yield "|---|---|---|---|---|---|"
+    yield "| family | GGUF | special parts |"
+    yield "|---|---|---|"
     for family in plugins.names("speculant.models"):
         configs = described(family)
         parts = sorted({part for config in configs for part in parts_of(config)})
-        reasons = {NativeDecoder.why_not(config) for config in configs} - {None}
-        kernels = "reference" if reasons else "native, reference"
-        oracle = "transformers" if family in CONFIG_MAPPING else "the reference alone"
-        cells = f"`{family}`", architecture(family), ", ".join(parts), str(len(configs)), kernels, oracle
-        yield f"| {' | '.join(cells)} |"
+        if any(NativeDecoder.why_not(config) for config in configs):
+            parts.append("no native kernels")
+        if family not in CONFIG_MAPPING:
+            parts.append("not compared with transformers")
+        yield f"| `{family}` | {architecture(family)} | {', '.join(parts)} |"
 
 
 def architecture(family: str) -> str:
     """Return the family's name in GGUF files."""
     gguf = getattr(plugins.load("speculant.models", family), "GGUF", None)
-    return f"`{gguf.architecture}`" if gguf else "none"
+    return f"`{gguf.architecture}`" if gguf else ""
 
 
 def described(family: str) -> list[DecoderConfig]:
@@ -81,7 +81,6 @@ def parts_of(config: DecoderConfig) -> Iterator[str]:
         yield "bias of logits"
     if config.head.softcap:
         yield "softcaps"
-    yield "tied head" if config.head.tied else "untied head"
     if config.encoder:
         yield "encoder"
     for layer in dict.fromkeys((*config.layers, *(config.encoder.layers if config.encoder else ()))):

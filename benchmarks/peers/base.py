@@ -247,7 +247,7 @@ def execute(
             raise PeerError(
                 f"{command[0]} died of an illegal instruction (SIGILL): it was built for another processor, or its "
                 "compiler broke it. Build it again here. For llama.cpp on a processor with AMX, add to cmake "
-                "-DCMAKE_C_FLAGS=-mno-amx-int8 -DCMAKE_CXX_FLAGS=-mno-amx-int8 (docs/performance.md)"
+                "-DCMAKE_C_FLAGS=-mno-amx-int8 -DCMAKE_CXX_FLAGS=-mno-amx-int8 (benchmarks/results/README.md)"
             )
         lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
         raise PeerError(f"{' '.join(command[:3])} failed ({done.returncode}): {' / '.join(lines[-3:])}")

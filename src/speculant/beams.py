@@ -41,7 +41,7 @@ class Hypothesis:
     length: int = 0
 
     def continued(self, token: int, logprob: float) -> Hypothesis:
-        """Return the text with one more token; `logprob` is that of the whole text."""
+        """Return the text with one more token; `logprob` belongs to the whole text."""
         return Hypothesis(self, token, logprob, self.length + 1)
 
     def lineage(self, start: int = 0) -> Iterator[Hypothesis]:
@@ -98,7 +98,7 @@ def tree_of(texts: Collection[Hypothesis]) -> DraftTree:
 
 @dataclass(frozen=True)
 class Scored:
-    """A text's continuations. `longer` maps a next token to those of the longer text, where they are known."""
+    """A text's continuations. `longer` maps a next token to the longer text's continuations, where they are known."""
 
     continuations: Continuations
     longer: Mapping[int, Scored] = field(default_factory=dict)

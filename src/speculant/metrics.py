@@ -317,7 +317,7 @@ class RequestMetrics:
 
     @classmethod
     def pooled(cls, samples: Sequence[RequestMetrics]) -> RequestMetrics:
-        """Return the figures of all samples of a request; those of a single one are its own."""
+        """Return the figures of all samples of a request; a single sample has its own."""
         if len(samples) == 1:
             return samples[0]
         speculation = SpeculationMetrics.total(each.speculative_decoding for each in samples)
@@ -355,14 +355,14 @@ class EngineMetrics:
     Requests are counted per sample. sampled_passes: target passes after which a sequence was given tokens, counted for
     each sequence; a beam search counts as its samples. encode_s, draft_s, verify_s and other_s divide the steps' time,
     in seconds. lossy samples were verified by a verifier that is not lossless. repeated_steps counts steps that failed
-    and were repeated for each source and sequence alone; transient_errors counts those of them that then succeeded for
-    every one. drafts were verified, with draft_tokens nodes, of which accepted_tokens were kept;
+    and were repeated for each source and sequence alone; transient_errors counts the repeated steps that
+    then succeeded for every one. drafts were verified, with draft_tokens nodes, of which accepted_tokens were kept;
     accepted_per_position[d] is how many at depth d, the root's children being at 0.
     drafter_errors counts calls of a drafter that raised, and drafts that broke its contract; none of them fails a
     request. Of the prompt tokens of ended requests, prefix_hit_tokens were found in the cache. The tokens of a source
-    are prompt tokens too. Blocks are those of the target's cache, of block_size positions. computed_tokens: prompt
+    are prompt tokens too. Blocks belong to the target's cache and have block_size positions. computed_tokens: prompt
     tokens computed and tokens generated; step_tokens[k] counts the steps with at most STEP_TOKENS[k] and more than
-    STEP_TOKENS[k - 1] of them, and its last entry those with more than any bound.
+    STEP_TOKENS[k - 1] of these tokens, and its last entry the steps with more than any bound.
     """
 
     steps: int = 0
@@ -402,7 +402,7 @@ class EngineMetrics:
         self.step_tokens = (*counts[:place], counts[place] + 1, *counts[place + 1 :])
 
     def count_times(self, seconds: float, timings: Iterable[StepTiming]) -> None:
-        """Count the seconds of a step; timings: those of its passes."""
+        """Count the seconds of a step; timings: of its passes."""
         self.other_s += seconds
         for timing in timings:
             self.encode_s += timing.encode_s

@@ -132,8 +132,8 @@ class SamplingParams:
 
     temperature 0 is greedy: the lowest token id among the most likely ones. The settings apply in this
     order: bad_words and allowed_token_ids, logit_bias, end tokens banned below min_tokens, repetition, presence and
-    frequency penalties, temperature, top_k, top_p, min_p. `logprobs` are those of the model's own distribution, before
-    any of them; -1 reports the whole vocabulary, if the engine's max_logprobs allows it.
+    frequency penalties, temperature, top_k, top_p, min_p. `logprobs` belong to the model's own distribution, before
+    any setting; -1 reports the whole vocabulary, if the engine's max_logprobs allows it.
 
     bad_words: texts or lists of token ids to ban. Only two tokenisations of a text are banned, without and with a
     leading space, as in vLLM; the same text in other tokens may occur. The last token of a tokenisation is banned where

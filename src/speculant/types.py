@@ -60,7 +60,7 @@ class Logprob:
 
 
 class LayerStates(Sequence[Tensor]):
-    """The hidden states of several layers: item i holds those of the i-th layer, [n, hidden].
+    """The hidden states of several layers: item i holds the states of the i-th layer, [n, hidden].
 
     They are the rows `first` to `end` - 1 of `memory` [layers, rows, hidden]. A tensor is made only when an item is
     read: making it takes microseconds, and a paused drafter reads many rows at once.
@@ -113,11 +113,11 @@ Successors = Sequence[tuple[int, Sequence[int]]]  # tokens, each with the most l
 class CommittedRows(NamedTuple):
     """The rows of a pass that one sequence has committed: `tokens` at positions start, start + 1, ...
 
-    hidden: for each layer that the drafter announced, the hidden states [n, hidden] of these tokens, then those of the
-    look-ahead rows below the last one, if the pass had some. gained: the tokens that the pass added to the sequence;
-    the newest of them is not among `tokens`, as it is not computed yet.
+    hidden: for each layer that the drafter announced, the hidden states [n, hidden] of these tokens, then of the
+    look-ahead rows below the last token, if the pass had some. gained: the tokens that the pass added to the sequence;
+    its newest token is not among `tokens`, as it is not computed yet.
 
-    successors: for each row of the pass that has logits, those of rejected drafts among them, the input token
+    successors: for each row of the pass that has logits, rejected drafts' rows included, the input token
     and the `DrafterReads.top_k` most likely next tokens by the target's logits, best first. In a prompt, only
     the last row has logits.
     """

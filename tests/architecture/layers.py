@@ -1,4 +1,4 @@
-"""Which part of the package may import which (docs/architecture.md has the same table for readers)."""
+"""Which part of the package may import which (docs/architecture.md draws it for readers)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "models": EVERYWHERE | {"cache", "sampling", "kernels", "plugins"},
     "drafting": EVERYWHERE | MODELS_AND_BELOW | {"text", "plugins"},
     "verification": EVERYWHERE | MODELS_AND_BELOW | {"plugins"},
-    "scheduling": EVERYWHERE | {"cache.base", "cache.paged", "cache.sources"},
+    "scheduling": EVERYWHERE | {"cache.base", "cache.paged"},
     "lengths": EVERYWHERE | MODELS_AND_BELOW | {"scheduling", "drafting.base", "plugins"},
     "engine": EVERYWHERE | ENGINE_AND_BELOW,
     "serving": EVERYWHERE | ENGINE_AND_BELOW,

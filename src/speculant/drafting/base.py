@@ -32,7 +32,7 @@ class Selector(Protocol):
     def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
         """Whether a deterministic draft with scores is worth more than one that a model would draw.
 
-        scores, parents: those of its nodes, parents first, likeliest first.
+        scores, parents: of the draft's nodes, parents first, likeliest first.
         """
         ...
 
@@ -77,8 +77,8 @@ class DrafterReads:
 
     top_k: how many of the target's most likely next tokens `observe` receives for each row that has logits
     (`CommittedRows.successors`); 0 = none are computed.
-    target_cache: keys and values from the target's cache: those of a sequence, without the newest token, and those of
-    its source, which `observe_source` names.
+    target_cache: a sequence's keys and values in the target's cache, without its newest token, and its source's, which
+    `observe_source` names.
     encoder: the encoder's results; `observe_source` receives them.
     prediction: `DraftRules.prediction`; a request with a prediction and a drafter that does not read it is refused.
     """
@@ -281,7 +281,7 @@ _CALLS = (
 
 
 def complete(drafter: Any, num_layers: int | None = None) -> Drafter:
-    """Return a drafter whose missing calls are those of `StatelessDrafter`; `propose` and `needs` must exist.
+    """Return a drafter with missing calls taken from `StatelessDrafter`; `propose` and `needs` must exist.
 
     This is the only place that looks for calls: others' drafters need not derive from `StatelessDrafter`. Raises
     ConfigError for needs that a target of `num_layers` layers (None = unknown) can't meet.
@@ -353,7 +353,7 @@ class Target:
 class DrafterContext:
     """Everything that a drafter is built from.
 
-    options: those of the method. model: the draft model that the user names; None = none.
+    options: the method's. model: the draft model that the user names; None = none.
     make_cache: makes a cache of the engine's kind for a model's cache shape.
     stop_below: a draft that a model draws ends after a token of a lower probability; 0 = it does not.
     """

@@ -105,7 +105,7 @@ class GuardedDrafter:
     def observe(self, request: Request, rows: CommittedRows, layers: Sequence[int]) -> None:
         """Pass on committed rows; the drafter gets the hidden states and the successors that it announces.
 
-        layers: those of their hidden states.
+        layers: of the target, whose hidden states the rows have.
         """
         needs = self.drafter.needs
         if layers != needs.hidden_layers and rows.hidden:
@@ -288,12 +288,12 @@ class CompositeDrafter(StatelessDrafter):
         self.listens = self.listens or any(each.drafter.listens for each in self._listed)
 
     @property
-    def caches(self) -> Sequence[KVCache]:  # type: ignore[override]  # those of sub-drafters that are added later too
+    def caches(self) -> Sequence[KVCache]:  # type: ignore[override]  # also of sub-drafters that are added later
         """The caches of all sub-drafters."""
         return tuple(cache for each in self._listed for cache in each.drafter.caches)
 
     def route(self, requests: Sequence[Request]) -> Routes:
-        """Return the sub-drafters, each with those of the requests that it drafts for."""
+        """Return the sub-drafters, each with the requests that it drafts for."""
         return [(each, requests) for each in self.guarded]
 
     def count(self, errors: int) -> None:
@@ -359,7 +359,7 @@ class CompositeDrafter(StatelessDrafter):
 class Drafters(CompositeDrafter):
     """The drafter of an engine: each sequence has the sub-drafter that its `DraftRules.method` names, or none.
 
-    drafters: those that exist from the start, by method. default: the method of requests that name none; None = none.
+    drafters: of the start, by method. default: the method of requests that name none; None = none.
     make: makes a drafter when a request first names it; it raises ConfigError for a method that a request can't use.
     default_length: how many tokens a method drafts unless its drafter announces a number. absence: why there is no
     default method. num_layers: the target's; a drafter that needs another layer is refused.

@@ -7,8 +7,8 @@ Each drafter proposes for the sequences that have no draft yet, in one call. Ver
 has a draft does not depend on the tokens that it would draw, and a draft without probs is a point mass at each node
 under every rule. A sampled request uses a ratio rule if any of the drafters emits probs.
 
-Memory: that of the drafters. Cost: that of the drafters that are called, and at most 10 microseconds per step and per
-sequence and drafter.
+Memory: the drafters'. Cost: the drafters that are called, and at most 10 microseconds per step and per sequence and
+drafter.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Growth(ABC):
 
 
 def grow(growing: Sequence[Growth], distributions: Callable[[Sequence[Growth]], Sequence[Distributions]]) -> None:
-    """Grow drafts until their frontiers are empty. The first round takes in those that only catch up too."""
+    """Grow drafts until their frontiers are empty. The first round takes in drafts that only catch up too."""
     while growing:
         for each, probs in zip(growing, distributions(growing), strict=True):
             if each.frontier:
@@ -195,7 +195,7 @@ def from_function(next_probs: NextProbs) -> Callable[[Sequence[Growth]], list[Di
 class ChainGrowth(Growth):
     """A chain, of which a pass computes the newest token and a guess of the next ones.
 
-    A token that was guessed needs no pass of its own (arXiv 2211.17192, section 6): its row is that of the guess. The
+    A token that was guessed needs no pass of its own (arXiv 2211.17192, section 6): its row is the guess's row. The
     rest of the guess leaves the cache. Every token is drawn by the chain's own chance from the model's distribution.
     See `Chain` for a chain's ends.
     """

@@ -6,10 +6,10 @@ draft without scores has 0.5 everywhere. So drafts without scores are cut level 
 sub-drafters. Siblings are in the order of the sub-drafters.
 
 Verification stays exact because only drafts that are deterministic under the request's rule are merged. A merged tree
-has no probs, so requests are verified by `match`, under which any draft is deterministic given the shared noise, also
-those of draft models. Under a ratio rule that the user names, sub-drafters that emit probs are left out.
+has no probs, so requests are verified by `match`, under which any draft is deterministic given the shared noise, a
+draft model's too. Under a ratio rule that the user names, sub-drafters that emit probs are left out.
 
-Memory: that of the drafters. Cost: that of all drafters, 10 microseconds per sequence and drafter, and 4 per node.
+Memory: the drafters'. Cost: all drafters, 10 microseconds per sequence and drafter, and 4 per node.
 """
 
 from __future__ import annotations

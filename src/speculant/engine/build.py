@@ -295,7 +295,7 @@ def build_drafters(
     make_cache: Callable[[CacheShape], KVCache],
     target_cache: Callable[[], KVCache | None] = lambda: None,
 ) -> tuple[Drafters, str]:
-    """Make the drafters for a target: the configured method's, and those of its `methods` that requests may name.
+    """Make the drafters for a target: for the configured method, and for its `methods` that requests may name.
 
     A method without a model need not be listed: it is made when a request names it. target_cache: see `Target`.
     Returns the drafters, and notes for the user on their draft models.

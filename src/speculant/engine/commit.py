@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class Committed(NamedTuple):
     """The tokens that a request gained in one step, and the outputs for its caller.
 
-    A beam search has no outputs until it is over, and then those of all its samples. left: a beam search changed to a
+    A beam search has no outputs until it is over, and then all its samples' outputs. left: a beam search changed to a
     text that does not continue the earlier one; `tokens` is empty. kept: the draft nodes whose keys and values stay in
     the cache. sampled: the number of samples that got tokens from the pass; the samples of a beam search share its
     passes.

@@ -244,7 +244,7 @@ class SharedEngine:
         """Run generations together; yield each as it ends, with its number, and keep nothing of it.
 
         They are taken out of `waiting` and queued when the engine has places for them. Closing the iterator aborts
-        those that run. Raises the errors of `Engine.add_request`.
+        requests that run. Raises the errors of `Engine.add_request`.
         """
         running, ended, count = dict[int, Generation](), deque[int](), 0
         try:
@@ -414,7 +414,7 @@ class BeamSearchParams:
 class BeamSearchSequence:
     """One text that was found.
 
-    tokens: those of the prompt and of the text. text: of all these. cum_logprob: of the generated tokens. logprobs is
+    tokens: the prompt's and the text's. text: of all these. cum_logprob: of the generated tokens. logprobs is
     empty: no alternatives are kept.
     """
 

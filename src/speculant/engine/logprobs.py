@@ -79,7 +79,7 @@ class _Best(NamedTuple):
 
 
 class LogprobRow(Mapping[int, Logprob]):
-    """The log-probabilities at one position; those of the alternatives are made when they are first read.
+    """The log-probabilities at one position; the alternatives' are made when they are first read.
 
     A prompt of 1,000 tokens with 100 alternatives has 100,000 of them. Making them all takes longer than a step, and
     would delay an event loop. text_of: returns a token's text; None = the texts are not known. Pickled, it is a dict.

@@ -126,7 +126,7 @@ class CacheMemory:
         return need.blocks_for(min(length, self.limits.max_model_len)) + -(-source // need.block_size)
 
     def _text_blocks(self, num_blocks: int) -> int:
-        """Return how many of these blocks the longest text can have: those that the longest source leaves, or half."""
+        """Return how many of these blocks the longest text can have: the rest beside the longest source, or half."""
         if not self._has_source:
             return num_blocks
         rows = self.limits.max_num_batched_tokens - self.limits.max_num_seqs + 1  # of the longest source

@@ -114,7 +114,7 @@ def choose(
 ) -> tuple[T, str | None]:
     """Return a draft in the type that is expected to be fastest, and the type; None = unchanged.
 
-    load: makes the draft in a type. types: those that the draft can be rounded to. trial: begins to measure, with the
+    load: makes the draft in a type. types: the draft's possible types. trial: begins to measure, with the
     unchanged draft, and adds what it times to the runs. ModelError of `load` or `measure`: the weights are not finite
     and can't be rounded. identity: texts that name the pair, types and kernels; with the machine they are the key of
     the kept choice.
@@ -144,7 +144,7 @@ def choose(
 
 
 def keep_choice(path: Path, chosen: str | None, runs: Sequence[Sequence[Run]]) -> None:
-    """Keep a choice, unless the machine was busy. runs: those that it was made from."""
+    """Keep a choice, unless the machine was busy. runs: the runs that decided it."""
     if is_steady(spread := spread_of(runs)):
         write_file(path, {"draft_quantization": chosen, "spread": spread})
 
@@ -281,7 +281,7 @@ def _hosted_by(context: DrafterContext, host: CausalLM) -> DrafterContext:
 
 
 def hosting(target: CausalLM, quantization: str | None) -> CausalLM:
-    """Return a target for heads in a type; None = that of its cache. Raises ConfigError if it can't compute them."""
+    """Return a target for heads in a type; None = its cache's type. Raises ConfigError if it can't compute them."""
     if quantization is None:
         return target
     if not isinstance(target, HeadHost):
@@ -381,7 +381,7 @@ def _overlap(tree: DraftTree, probs: Tensor) -> float:
 def text_cache(model: CausalLM, size: int, length: int) -> tuple[KVCache, int | None]:
     """Make a cache for one text of a length; return it with the sequence id of the text's source, which is encoded.
 
-    size: that of the target's vocabulary, to which the source's tokens belong. The id is None for a model without an
+    size: of the target's vocabulary, to which the source's tokens belong. The id is None for a model without an
     encoder.
     """
     if not model.needs.source:
@@ -425,7 +425,7 @@ def _run(
 def pass_seconds(model: CausalLM, runs: Runs) -> Callable[[int], float]:
     """Return a function of a number of rows: the seconds of a model's pass, linear between those measured.
 
-    runs: gets those that were timed.
+    runs: gets the timed runs.
     """
     rows = [1, 8]
     cache, source = text_cache(model, model.vocab_size, max(rows))

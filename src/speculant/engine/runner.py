@@ -41,17 +41,17 @@ from speculant.scheduling import NO_DRAFT, Scheduled
 from speculant.types import CommittedRows, DraftTree, Request, Successors, Verdict, state_rows
 from speculant.verification import CheckedVerifier, Verifier, Verifiers, follow
 
-_NO_REQUEST = 0  # a sequence id; those of requests count from 1
+_NO_REQUEST = 0  # a sequence id; requests' ids count from 1
 
 
 class TargetOutput(NamedTuple):
     """One sequence's share of a pass.
 
-    pass_logits: those of all sequences; None while some of this one's tokens are not processed. Its own begin at row
-    `first_logits`: those after `nodes`, which are the root and all draft nodes unless it is a beam search.
+    pass_logits: all sequences' logits; None while some of this sequence's tokens are not processed. Its own rows begin
+    at `first_logits`: one after each of `nodes`, which are the root and all draft nodes unless it is a beam search.
     prompt_hidden [m, hidden] are the hidden states after prompt tokens whose successor's log-probability is requested.
-    nodes: see `open_nodes`. hidden: the states of all sequences, with those of the layers that drafters announce; its
-    own begin at row `first`: the processed tokens, the draft nodes and the look-ahead rows. successors: for each of
+    nodes: see `open_nodes`. hidden: the states of all sequences, with the states of layers that drafters announce; its
+    own rows begin at `first`: the processed tokens, the draft nodes and the look-ahead rows. successors: for each of
     `nodes`, see `CommittedRows`; none unless the drafter announces it. What few sequences need is cut out when it is
     read, which takes microseconds.
     """
@@ -79,7 +79,7 @@ class TargetOutput(NamedTuple):
         return nodes if self.prompt_hidden is None else nodes + len(self.prompt_hidden)
 
     def committed_rows(self, kept: Sequence[int], gained: Sequence[int]) -> CommittedRows:
-        """Return the rows that were committed: those of the tokens and of the `kept` nodes. gained: the new tokens."""
+        """Return the rows that were committed: the tokens' rows and the `kept` nodes'. gained: the new tokens."""
         assert self.hidden is not None, "there was no pass"
         item, tree, first, states = self.item, self.tree, self.first, self.hidden.taps
         tokens = [*item.tokens, *map(tree.token_list.__getitem__, kept)]
@@ -208,7 +208,7 @@ def verify(
 ) -> dict[int, Decision]:
     """Return the decision on each output that has logits, by sequence id.
 
-    logits: those of all outputs in order. Their distributions are made at once, then each draft is verified. Where a
+    logits: of all outputs in order. Their distributions are made at once, then each draft is verified. Where a
     verdict follows from one token drawn after each node, all these tokens are drawn at once. If every next token is
     simply the one with the largest logit, no distribution is made.
     """

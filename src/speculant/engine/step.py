@@ -223,7 +223,7 @@ class DraftBudget:
             left = min(left, max_tokens - (num_positions - len(request.prompt)) - 1)
         nodes, least = min(length, left), 1
         if search is not None:
-            least = search.beams.width * (needs.nodes_per_beam or 0)  # the work of a round is that of a whole one
+            least = search.beams.width * (needs.nodes_per_beam or 0)  # part of a round takes the work of a whole one
             nodes *= least
         elif needs.max_nodes is not None:
             nodes = min(nodes, needs.max_nodes)

@@ -183,7 +183,7 @@ BLOCK_SIZES = {
     Type.ZERO4: (32, 19), Type.ZERO8: (32, 35),
 }  # fmt: skip
 """Weights and bytes of a block, by type."""
-SCALE_BYTES, FP8_BLOCK = 4, 128  # rows of INT8 have one scale, those of FP8 have one before each 128 numbers
+SCALE_BYTES, FP8_BLOCK = 4, 128  # rows of INT8 have one scale, rows of FP8 have one before each 128 numbers
 
 
 class Code(IntEnum):

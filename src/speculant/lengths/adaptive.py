@@ -227,10 +227,10 @@ def choose_scored(survivals: Sequence[Sequence[float]], seconds: Sequence[float]
 
 
 class Offers(NamedTuple):
-    """Nodes by which the drafts of a step could grow, in arrays with an entry for each; those of a sequence in order.
+    """Nodes by which the drafts of a step could grow, in arrays with an entry each; a sequence's nodes are in order.
 
-    gain: the probability that it is accepted, or the expected tokens of a whole tree. depth: 1 for the root's children.
-    owner: the place of its sequence. nodes: of each. seconds(nodes, sequences, depth): see `choose_jointly`.
+    gain: a node's probability of acceptance, or the expected tokens of a whole tree. depth: 1 for the root's children.
+    owner: the place of the sequence. nodes: per offer. seconds(nodes, sequences, depth): see `choose_jointly`.
     """
 
     gain: Array
@@ -260,8 +260,8 @@ class Chosen(NamedTuple):
 def choose_jointly(offers: Offers, sequences: int, seconds: Seconds) -> Chosen:
     """Choose which offers to draft.
 
-    seconds(nodes, sequences, depth): arrays of the time of steps with so many nodes in drafts of a depth for some of
-    the sequences. For each greatest depth, offers are taken in the order of their gain, and all numbers of them are
+    seconds(nodes, sequences, depth): arrays of the time of steps that draft this many nodes, to this depth, for some of
+    the sequences. For each greatest depth, offers are taken in the order of their gain, and all numbers of offers are
     compared, because costs have cliffs.
     """
     if not len(offers.gain):
@@ -296,8 +296,8 @@ class MethodRecord:
 
     tree, look_ahead_rows, selects: see `DraftLengthContext`.
     has_scores: whether its last drafts had some. silent: its calls in a row that returned no draft. gain, seconds: of a
-    call to a method with scores, which drafts nothing in most steps of an unfamiliar text: tokens accepted, without
-    those of plain steps in the time that their verification takes, and the time for each sequence.
+    call to a method with scores, which drafts nothing in most steps of an unfamiliar text: tokens accepted, less
+    the tokens that plain steps make while they are verified, and the time for each sequence.
     """
 
     tree: tuple[int, int] | None = None
@@ -353,7 +353,7 @@ class ObservedStep:
     """The outcomes of a step.
 
     asked: how many drafts were asked for, by method.
-    rows: of drafts in the pass, among them those of forced tokens. accepted: drafted nodes. depth: of the deepest draft
+    rows: of drafts in the pass, forced tokens included. accepted: drafted nodes. depth: of the deepest draft
     that was asked for. late: a drafter processed a backlog.
     """
 
@@ -382,9 +382,9 @@ class Experiments:
 
     def __init__(self) -> None:
         self.step = 0
-        self._due: dict[tuple[str, str], float] = {}  # the step from which one may begin again; at first LEARNT
-        self._prices: dict[tuple[str, str], float] = {}  # expected, of those that have begun and not ended
-        self._lost: dict[tuple[str, str], float] = {}  # by them so far
+        self._due: dict[tuple[str, str], float] = {}  # the step from which each may begin again; at first LEARNT
+        self._prices: dict[tuple[str, str], float] = {}  # expected, of experiments that have begun and not ended
+        self._lost: dict[tuple[str, str], float] = {}  # by experiments so far
 
     def left(self, kind: str, method: str = "") -> int:
         """Return the steps until an experiment may begin; 0 = now."""
@@ -606,7 +606,7 @@ class Adaptive(DraftLength):
     def prefers(self, request: Request, scores: Sequence[float], parents: Sequence[int]) -> bool:
         """Take the draft with the more expected tokens per second.
 
-        Where a model would draw nothing, the deterministic draft is taken, and cut with those of the batch.
+        Where a model would draw nothing, the deterministic draft is taken, and cut with the batch's other drafts.
         """
         plan, method, length = self._plan, str(request.drafts.method), self._drawn.get(request.seq_id, 0)
         if not length:

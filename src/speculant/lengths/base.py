@@ -132,7 +132,7 @@ class DraftLengthContext:
     """The values that a policy is built from.
 
     num_speculative_tokens: the configured length, or the method's usual one. options: the policy's own keys. longest:
-    the configured length alone; None = the policy chooses. costs: measures those of this machine; None = can't. trees:
+    the configured length alone; None = the policy chooses. costs: measures this machine's costs; None = can't. trees:
     nodes and depth of the trees of methods that draft trees without scores. look_ahead_rows: a method's
     `DrafterNeeds.target_inputs`. selects: whether the policy selects between a method's candidate drafters.
     """

@@ -23,7 +23,7 @@ from speculant.types import Request
 DRIFT = 0.05  # weight of a step's time; the first ones have more
 OUTLIER = 0.1  # logarithm by which a step counts as slower or faster at most
 LEARNT = 16  # first steps, whose median is the level
-COMPARED, NEAR = 5, 8  # last steps of a kind that are compared with those of the other, and how long they count
+COMPARED, NEAR = 5, 8  # last steps of a kind that are compared with steps of the other kind, and how long they count
 SMALLEST = 1e-9  # ratio of times
 UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was measured
 ROW_SHARE = 0.02  # of a pass of one row: what one more row costs that reads nothing more
@@ -94,7 +94,7 @@ class CostCurve:
         return list(map(mul, table[first:end], repeat(math.exp(self.level.value))))
 
     def observe(self, size: int, seconds: float) -> None:
-        """Follow a step of this size: all seconds move, then those of this size alone. No smaller size takes more."""
+        """Follow a step of this size: all sizes' seconds move, then this size's alone. No smaller size takes more."""
         known_s = (self._table if size < len(self._table) else self._interpolate(size))[size]
         ratio = max(seconds / (known_s * math.exp(self.level.value)), SMALLEST)
         self.level.follow(math.log(ratio) + self.level.value)
@@ -174,12 +174,12 @@ def _last_passes() -> dict[bool, deque[tuple[int, float]]]:
 class StepCosts:
     """The costs of an engine, in seconds.
 
-    passes: a target pass with drafts and its verdicts, after a short text, by rows. share: of that, what a pass without
-    drafts takes, as a logarithm: weights that fit a processor's cache are still there if no draft model ran before. It
-    is seen where passes with and without drafts follow one another; every pass shows the level of both, as that is the
-    machine's. keys: the addition of a long text. rest, plain_rest: the rest of a step with drafts and of one without,
-    for each sequence. drafts: for each method and number of sequences, a draft by depth. readings: by method; none = it
-    reads nothing before a draft.
+    passes: a target pass with drafts and its verdicts, after a short text, by rows. share: the logarithm of a pass
+    without drafts over a pass with drafts; weights that fit a processor's cache are still there if no draft model ran
+    before. The share is measured where both kinds of passes follow one another. Every pass shows the machine's speed,
+    and so the level of both kinds. keys: the time that a long text adds. rest, plain_rest: the rest of a step with
+    drafts, and of a step without, for each sequence. drafts: for each method and number of sequences, a draft by depth.
+    readings: by method; none = it reads nothing before a draft.
     """
 
     passes: CostCurve
@@ -275,7 +275,7 @@ class StepCosts:
     def _compare(self, step: int, drafted: bool, ratio: float) -> float:
         """Compare the last passes of both kinds, if both were near this step; return the level of this one.
 
-        ratio: of its seconds to those that it was expected to take.
+        ratio: of its seconds to its expected seconds.
         """
         level = math.log(max(ratio, SMALLEST)) + self.passes.level.value
         own, other = self.last[drafted], self.last[not drafted]

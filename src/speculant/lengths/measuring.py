@@ -106,7 +106,7 @@ class Calibration(Measurement):
     """Measures the costs of a target with its cache, and of drafters by method.
 
     identity: texts that name models, types and kernels; together with the machine they are the key of the kept curves.
-    seq_ids: those of sequences that nobody else has; an engine's requests take theirs from it too.
+    seq_ids: yields ids of sequences that nobody else has; an engine's requests take their ids from it too.
     """
 
     def __init__(
@@ -346,7 +346,7 @@ class Calibration(Measurement):
             drafter.end(text)
 
     def _sequence(self, length: int, place: int) -> Request:
-        """Make a sequence to draft for; those of other places have other tokens."""
+        """Make a sequence to draft for; sequences at other places have other tokens."""
         source = () if self._source is None else self._source.tokens
         return make_sequence(next(self._seq_ids), usual_tokens(length, self._target.vocab_size, place), source=source)
 
@@ -373,7 +373,7 @@ def spread_token(place: int, vocab_size: int) -> int:
 
 
 def usual_tokens(length: int, vocab_size: int, place: int = 0) -> list[int]:
-    """Return the tokens of a text; those of other places differ."""
+    """Return the tokens of a text; texts at other places have other tokens."""
     return [(7 * at + place) % vocab_size for at in range(length)]
 
 
@@ -388,7 +388,7 @@ def make_sequence(
 def timed(run: Callable[[int], object], sizes: Sequence[int], runs: list[Sequence[Run]]) -> dict[int, float]:
     """Return the seconds of `run` at sizes; only at the first ones if the time budget allows no more.
 
-    runs: gets those of each size.
+    runs: gets the runs of each size.
     """
     rounds = finished(timing(run, sizes))
     runs.extend(rounds.values())
@@ -455,7 +455,7 @@ def finished(slices: Generator[None, None, Times]) -> Times:
 
 
 def least_seconds(rounds: Mapping[int, Sequence[Run]]) -> dict[int, float]:
-    """Return the least time of each size's rounds, and of those of all larger sizes: other programs only add to it."""
+    """Return the least time of the rounds of each size and all larger sizes: other programs only add to it."""
     least, found = inf, dict[int, float]()
     for size in sorted(rounds, reverse=True):
         least = found[size] = max(min(least, *(run.elapsed_s for run in rounds[size])), 1e-9)

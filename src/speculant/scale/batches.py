@@ -1,7 +1,7 @@
 """Files of batches: their lines, which of these have no result yet, and what answers them.
 
 The format is OpenAI's: one request a line, one result a line. A result's `id` is
-`batch_req_<number>_<digest>_<origin>`: the number of its line in the input, a digest of that line, and those of its
+`batch_req_<number>_<digest>_<origin>`: the number of its line in the input, a digest of that line, and digests of its
 `Origin`. By these a later run knows which lines are done, also those without a `custom_id`, and with which model and
 settings.
 """
@@ -549,7 +549,7 @@ class BatchJob:
     """The lines of an input, in groups, and their results, each written once.
 
     Who answers is not its business: take lines from `pending`, and give each result to `record`, in any order and from
-    anywhere. count: the lines of the input; resumed: those that had a result before; succeeded, failed: those of this
+    anywhere. count: the lines of the input; resumed: lines that had a result before; succeeded, failed: lines of this
     run, with their prompt_tokens and completion_tokens.
     """
 

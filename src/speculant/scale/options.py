@@ -133,7 +133,7 @@ def equal_share(machines: Sequence[int], count: int) -> int:
 
 
 def fitting(machines: Sequence[int], cores: int) -> int:
-    """Return how many replicas fit. machines: the cores of each machine. cores: those of a replica."""
+    """Return how many replicas fit. machines: the cores of each machine. cores: of a replica."""
     return sum(machine // cores for machine in machines)
 
 

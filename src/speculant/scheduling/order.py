@@ -1,4 +1,4 @@
-"""The order in which sequences are served: of one client's by a policy, and a queue for each client of those that wait.
+"""The order in which sequences are served: a queue of waiting sequences for each client, which a policy sorts.
 
 A policy is a sort key, of which the smallest comes first. A request's *level* is its priority plus one for every
 PATIENCE steps that passed before it was queued. So no policy starves a request: it is served before every request that
@@ -28,9 +28,9 @@ has more than one. If all clients have one, because there are more clients than 
 of at least TURN tokens. A client with fewer running sequences than another one takes further places by turns as well.
 No client can take a place back at once, so sequences are not preempted in circles.
 
-The first token of a client that had nothing in the engine comes at most 3 steps after the steps that its prompt takes
-at its share of the rows. This needs memory for a text of each client, and as many places as clients. Otherwise, beside
-N sequences in all, the client gains a token at least once in 2 N (max_model_len + TURN) steps, times the ratio of the
+Let a new client's prompt take n steps at the client's share of the rows. Its first token comes after at most n + 3
+steps, if there is memory for a text of each client and there are as many places as clients. Otherwise, beside N
+sequences in all, the client gains a token at least once in 2 N (max_model_len + TURN) steps, times the ratio of the
 weights.
 
 A client's share is divided among its requests, whatever their n. Prompts of one call (`Client.call`) are one request.
@@ -40,10 +40,10 @@ A client's share is divided among its requests, whatever their n. Prompts of one
                               first by the policy
     the rows of a step        a request with several running sequences, or beams, no more than its max-min part
 
-A request without running sequences takes the place of the last sequence of the client's request that runs the most, if
-that has more than one and is not more urgent (`priority`). Such a sequence also gives way first when memory is short.
-So no request waits for the n sequences of another one. A request whose only running sequence ended queues again behind
-those that came meanwhile: if a client has more requests than places, they take turns, a sequence each.
+Among a client's requests, the request with the most running sequences gives its last place to a request that has none,
+unless it has only one or is more urgent (`priority`). Its last sequence also gives way first when memory is short. So
+no request waits for the n sequences of another one. A request whose only running sequence ended queues again after
+requests that came meanwhile: if a client has more requests than places, they take turns, a sequence each.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ Name = tuple[str, ...]  # of a request, see `Request.call`
 
 
 class WaitingQueue:
-    """Names in the order of their keys; of equal keys, the one that entered first comes first."""
+    """Names in the order of their keys; names with equal keys are in the order in which they entered."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -392,7 +392,7 @@ class Standings:
         del self._queued_at[request.seq_id]
 
     def turn(self, request: Request) -> Key:
-        """Return the place of a sequence among those of its client."""
+        """Return the place of a sequence among its client's sequences."""
         return self._policy(self._standing(request))
 
     def place(self, request: Request) -> tuple[float, ...]:
@@ -407,8 +407,8 @@ class Standings:
     def last(self) -> Request:
         """Return the running request that is preempted first: of the client with the most, see `last_of`.
 
-        A client's only request comes after those of clients with more. Otherwise one of little weight would take memory
-        from such a client (`yields`), and lose it again as soon as texts grow.
+        A client with a single request comes after all clients with more. Otherwise a client of little weight would take
+        memory from a client with several requests (`yields`), and lose it again as soon as texts grow.
         """
         if self.accounts.few:
             return last_of(self.running, self.rank)

@@ -13,7 +13,7 @@ Places and rows are divided among clients, and a client's among its requests, wh
 (scheduling/order.py).
 
 A source is encoded as a whole, in a step that has rows and memory for all of it. The sources of one client are encoded
-in the order of its requests: none waits for those of later requests.
+in the order of its requests, so no source waits for a later one.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class WorkBudget:
     def rows(self, request: Request, budget: int, backlog: int, least: int) -> int:
         """Return how many of `budget` rows there is time for, and take that time; 0 = the request waits.
 
-        Rows whose results are used have work: those of newest tokens and of live hypotheses, and all rows of a prompt
+        Rows whose results are used have work: rows of newest tokens, rows of live hypotheses, and all rows of a prompt
         whose log-probabilities are wanted. least: the fewest rows that a beam search can use.
         """
         name, own, search = request.sender.client.name, request.work, request.search
@@ -163,8 +163,8 @@ class Schedule:
     """One step's work, and the requests that were admitted and preempted before it.
 
     `plan` has counted the rows of sources and items in the target's cache, and `spare_tokens` are left of the budget.
-    Drafts may use the rest of both. sources: those that are encoded before the items are computed. work: the time that
-    is left for the work of drafts; None = no sequence has any.
+    Drafts may use the rest of both. sources: to encode before the items are computed. work: the time that is left for
+    the work of drafts; None = no sequence has such work.
     """
 
     items: list[Scheduled]
@@ -395,8 +395,8 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Forget a waiting or running request and release its blocks of the target's cache.
 
-        If it was the only running sequence of its request, the others wait like a new request, after those that came
-        meanwhile. So requests take turns where there are more of them than places.
+        If it was the only running sequence of its request, the others wait like a new request, after requests that
+        came meanwhile. So requests take turns where there are more of them than places.
         """
         if request not in self.running:
             self.waiting.remove(request)

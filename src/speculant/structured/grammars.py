@@ -305,7 +305,7 @@ def _settle(future: Future[Grammar], result: Grammar | BaseException) -> None:
 
 
 def _log_failure(work: Future[None]) -> None:
-    """Log an error of this module itself; those of forms are delivered to their callers."""
+    """Log an error of this module itself; errors of forms are delivered to their callers."""
     if (error := work.exception()) is not None:
         logger.error("compiling a form failed", exc_info=error)
 

@@ -34,7 +34,7 @@ class LaneClosedError(Exception):
 
 
 class ClientLane:
-    """Does work in threads. A client's pieces of work wait for each other, not for those of other clients.
+    """Does work in threads. A client's pieces of work wait for each other, not for other clients' work.
 
     One of each client is done at a time; without a name it is no single client, and may have all threads. Any thread
     may use a lane.

@@ -7,7 +7,7 @@
 A child that exceeds its limits answers so. If it can't, because the library does not return to Python or memory is used
 up, the system ends it, and the socket closes after the "+" that the child sent before.
 
-It imports neither torch nor the engine: its memory is that of the grammar library and of the vocabulary.
+It imports neither torch nor the engine: it has only the grammar library and the vocabulary in memory.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class ProbeLimits(NamedTuple):
 class Probed:
     """The outcome of a probe.
 
-    exceeded: the limit that the form exceeds, "time" or "memory", "step" for one of the library's, or "limits" if it is
-    unknown which one; empty = none. error: the library's reason to refuse the form, if it did. num_bytes: the memory
-    that compiling it took.
+    exceeded: the limit that the form exceeds: "time", "memory", "step" (a limit of the library's), or "limits" if the
+    limit is unknown; empty = none. error: the library's reason, if it refused the form. num_bytes: the memory that
+    compiling the form took.
     """
 
     exceeded: str = ""

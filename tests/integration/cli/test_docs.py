@@ -34,7 +34,8 @@ SAMPLES = {  # figures in README.md and the results that they come from
     ),
 }
 OTHERS = ("demo", "serve", "chat")  # they have their own tests; the last two do not end by themselves
-LINKED = ("README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")))
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+LINKED = ("README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in PAGES))
 
 
 def _blocks(document: str, language: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields as fields_of
+from dataclasses import MISSING, fields as fields_of, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,12 @@ from safetensors import safe_open
 from speculant import models, plugins
 from speculant.kernels import usable_sets
 from speculant.models import description
-from speculant.models.families import granite
 from tests.contracts import test_model_families as contracts
 from tests.unit.models import families
 from tests.unit.models.families import Pair, Session, cases, make_pair, random_tokens
 
 PAGE = (Path(__file__).parents[3] / "docs" / "adding-a-model.md").read_text()
-FAMILY, GGUF, ENTRY = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+FAMILY, ENTRY = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 @pytest.fixture
@@ -50,12 +49,6 @@ def test_the_page_s_family_is_read_by_its_tensor_map(pair: Pair) -> None:
     assert torch.equal(read["model.layers.1.self_attn.o_proj.weight"], stored)
 
 
-def test_the_page_s_lines_for_gguf_are_those_of_a_family() -> None:
-    made: dict[str, Any] = {}
-    exec(GGUF, made)
-    assert made["GGUF"] == granite.GGUF
-
-
 def test_the_contracts_hold_for_the_page_s_family(pair: Pair) -> None:
     """Those that need no model of transformers; those that do say why they are skipped."""
     for steady in (pair.in_float64(), *([pair.on_native()] if usable_sets() else [])):
@@ -72,21 +65,23 @@ def test_both_backends_agree_on_the_page_s_family(pair: Pair) -> None:
     torch.testing.assert_close(native, ours, atol=1e-4, rtol=0)
 
 
-def test_the_page_s_table_names_real_fields() -> None:
-    rows = re.findall(r"^\| `(\w+)` +\| `(\w+)`", PAGE, flags=re.MULTILINE)
-    parts = {part for part, _ in rows}
-    own = {
-        "DecoderConfig",
-        "Embedding",
-        "Encoder",
-        "Layer",
-        "Attention",
-        "DistanceBias",
-        "Mlp",
-        "Experts",
-        "Norm",
-        "Head",
+def _row(part: type) -> str:
+    """Return a part's row: the fields that have no default, then the others."""
+    own = [(each.name, each.default is MISSING and each.default_factory is MISSING) for each in fields_of(part)]
+    cells = [", ".join(f"`{name}`" for name, required in own if required is wanted) for wanted in (True, False)]
+    return f"| `{part.__name__}` | {cells[0]} | {cells[1]} |".replace("|  |", "| |")
+
+
+def test_the_page_s_table_has_every_part_and_field() -> None:
+    """A part is a dataclass of the description that is neither a tensor map nor an operation on tensors."""
+    parts = {
+        each.__name__: each
+        for each in vars(description).values()
+        if isinstance(each, type)
+        and is_dataclass(each)
+        and each.__module__ == description.__name__
+        and not issubclass(each, description.Operation | description.TensorMap)
     }
-    assert own == parts
-    for part, field in rows:
-        assert field in {each.name for each in fields_of(getattr(description, part))}, part
+    rows = re.findall(r"^(\| `(\w+)` \|.*)$", PAGE, flags=re.MULTILINE)
+    assert {name for _, name in rows} == parts.keys()
+    assert [row for row, _ in rows] == [_row(parts[name]) for _, name in rows]

@@ -60,7 +60,7 @@ def build(context: DrafterContext) -> HiddenDrafter:
 
 
 def load(folder: HeadFolder, target: CausalLM, tokens: tuple[int, ...] = ()) -> CausalLM:
-    """Read the head; tokens: those that it predicts, () = all."""
+    """Read the head; tokens: the predicted ones, () = all."""
     weights, head = _without_unused_norms(renamed(folder, rename)), None
     if tokens := tokens or tuple(sorted(_mapped_tokens(folder, target))):
         weights, head = (

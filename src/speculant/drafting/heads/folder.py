@@ -33,7 +33,7 @@ from speculant.models import (
 )
 
 KIND = "speculant_head"  # our own key of config.json: the method that a head is made for
-SPECULATORS = "speculators_model_type"  # that of the `speculators` package
+SPECULATORS = "speculators_model_type"  # a key of the `speculators` package
 MASK_TOKEN, MASK_STATE = "ptd_token_id", "mask_hidden"  # a key and a tensor of heads that read masks
 BLOCKS = "dflash_config"  # a key of heads that draft blocks
 _PREFIX = re.compile(r"^(model\.)+")
@@ -158,7 +158,7 @@ class Renamed(WeightSource):
         return self.made[name] if name in self.made else self.source.read(self.stored[name])
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], kind: str) -> None:
-        """Compare names and shapes with those of a head of this kind for this target.
+        """Compare names and shapes with the tensors of a head of this kind for this target.
 
         Raises ModelError for other names, PairError for other shapes, each with the found and the expected ones.
         """

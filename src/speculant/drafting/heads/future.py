@@ -51,7 +51,7 @@ def _first_nodes(ranked: tuple[Path, ...], size: int) -> StaticTree:
 def product_tree(shares: Sequence[Sequence[float]], size: int = MOST_NODES) -> RankedTree:
     """Return the `size` paths that are accepted most often, if depths are independent (arXiv 2401.10774, 2.3.3).
 
-    shares[d][r]: how often the candidate of rank r at depth d is right; the share of a rank counts as at most that of
+    shares[d][r]: how often the candidate of rank r at depth d is right; a rank's share counts as at most the share of
     the rank before.
     """
     falling = [list(accumulate(own, min)) for own in shares]

@@ -292,4 +292,4 @@ class HiddenDrafter(ModelDrafter):
 
     @override
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
-        """Keep the states: only those of committed tokens were observed."""
+        """Keep the states: only committed tokens' states were observed."""

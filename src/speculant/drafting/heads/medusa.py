@@ -3,7 +3,7 @@
 A draft is a tree: the product of the heads' likeliest tokens, whose shape follows how often each rank was right in
 training, or a configured one. Sampled requests draw its nodes from the heads' distributions.
 
-The head's folder has config.json and safetensors, in our own form, that of Medusa on the hub, or vLLM's:
+The head's folder has config.json and safetensors, in our own form, in Medusa's form on the hub, or in vLLM's:
 
     {head}.{layer}.linear.{weight, bias}, {head}.{layers}.weight     ours and the hub's, possibly below medusa_head.
     blocks.{head}.layers.{layer}.{weight, bias}, lm_heads.{head}.weight, lm_head.weight, token_map     vLLM's
@@ -91,7 +91,7 @@ def load(folder: HeadFolder, target: CausalLM) -> tuple[PlacedHeads, OwnHeads | 
 
 
 def _own_heads(weights: Renamed, own: Sequence[str], target: CausalLM, tokens: tuple[int, ...]) -> OwnHeads | None:
-    """Return the function of the heads' own output heads; tokens: those of a short one, or of the target's rows."""
+    """Return the function of the heads' own output heads; tokens: of a short head, or of the target's rows."""
     if not own:
         return short_heads(target, sorted(tokens)) if tokens else None
     of = target.cache_shape
@@ -142,7 +142,7 @@ def _check_said(folder: HeadFolder, key: str, number: int, most: bool = False) -
 
 
 def _rows(weights: Renamed, name: str, target: CausalLM, tokens: Sequence[int]) -> int | None:
-    """Return how many rows an own output head must have: all tokens' or those of `tokens`; None = there is none."""
+    """Return how many rows an own output head must have: one per token, or per entry of `tokens`; None = no head."""
     if name not in weights.names():
         return None
     return len(tokens) or target.vocab_size

@@ -81,7 +81,7 @@ def build(context: DrafterContext) -> HiddenDrafter:
 
 
 def count_modules(folder: HeadFolder, num_layers: int) -> int:
-    """Return how many modules are stored for a target of `num_layers` layers, at most those that config.json names."""
+    """Return how many modules are stored for a target of `num_layers` layers, at most as many as config.json names."""
     entries, stored = text_config(folder.config), 1  # the first one is checked when it is read
     while LAYER in {rename(name, num_layers, stored) for name in folder.names()}:
         stored += 1
@@ -176,7 +176,7 @@ class ModuleRunner(HiddenStateRunner):
 
 
 class ChainedDrafter(HiddenDrafter):
-    """Drafts a token with each of the modules; layers: those of the target whose states the first one reads.
+    """Drafts a token with each of the modules; layers: the first module reads these target layers' states.
 
     Row i of module k, counted from 1, reads the state that module k - 1 computes in its row i, and token i + k. Module
     0 is the target.

@@ -86,8 +86,8 @@ def load_head(
 ) -> tuple[CausalLM, Encode]:
     """Read a head, and its map from the states of layers to one; raises SpeculantError for one that does not fit.
 
-    beside: names and shapes of its other tensors. weights: its tensors; None = those of the folder. head: its output
-    head, whose rows are among the weights; None = that of its description.
+    beside: names and shapes of its other tensors. weights: its tensors; None = read from the folder. head: its output
+    head, whose rows are among the weights; None = as described.
     """
     weights = weights or renamed(folder, page.rename)
     names = weights.names()
@@ -144,7 +144,7 @@ def read_sizes(config: Mapping[str, Any], names: Collection[str], target: Causal
 
 
 def layer_entries(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> dict[str, Any]:
-    """Return the entries of config.json on the layers, with the number of those that there are tensors of."""
+    """Return the entries of config.json on the layers, with the number of layers that have tensors."""
     inner = next((config[key] for key in LAYER_KEYS if key in config), config)
     if not isinstance(inner, dict):
         raise ModelError(
@@ -224,7 +224,7 @@ RENAMED: Mapping[str, str | None] = {
 
 
 def three_layers(folder: HeadFolder, target: CausalLM) -> tuple[int, ...]:
-    """Return the target's layers whose inputs the head takes in: those of config.json, else 2, L // 2 and L - 3."""
+    """Return the target's layers whose inputs the head takes in: as in config.json, else 2, L // 2 and L - 3."""
     named, size = named_layers(folder), target.num_layers
     layers = list(usual_taps(size)) if named is None else named
     if (

@@ -7,7 +7,7 @@ tokens:
     pass i          root - d1 - d2              d1 is accepted, d2 is not: the token c is committed after d1
                     |     |     |
                     A     A     A    A = a1 - a2 - a3, the look-ahead rows
-    pass i + 1      c - e1 - e2                 e1 is drawn from the state of a1 below d1, e2 from that of a2
+    pass i + 1      c - e1 - e2                 e1 is drawn from the state of a1 below d1, e2 from a2
 
 So drafting takes no pass of its own. State t of a chain, from t = 1, predicts the token t + 1 places after the row
 above the chain; the target predicts the next token. Look-ahead rows are dropped with the rejected drafts. If the last
@@ -92,7 +92,7 @@ class LookAheadDrafter(FutureDrafter):
 
 
 def build(context: DrafterContext) -> LookAheadDrafter:
-    """Load the embeddings; raises SpeculantError for those of another target."""
+    """Load the embeddings; raises SpeculantError for another target's embeddings."""
     no_options(context)
     require_no_stop(context)
     target = require_target(context.target.model)

@@ -5,7 +5,7 @@ the embedding of a mask token and a trained state, `mask_hidden`, which is mappe
 row t, counted from 1, predicts the token t places after the next one. See drafting/model/drafter.py for the draws and
 the cache.
 
-The head's folder is that of EAGLE-3 in the form of the `speculators` package or of vLLM. It also has the tensor
+The head's folder is a folder of EAGLE-3 in the form of the `speculators` package or of vLLM. It also has the tensor
 `mask_hidden` [1, 1, 3 * hidden], and config.json names the mask token as `mask_token_id` or `ptd_token_id`.
 
 Memory: the head's weights, and a KV cache of its layers. Cost: one pass of the layers, with a row for each drafted

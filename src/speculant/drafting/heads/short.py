@@ -67,8 +67,8 @@ def short_tokens(given: Any, folder: HeadFolder, target: CausalLM) -> tuple[int,
 def output_rows(target: CausalLM, tokens: Sequence[int]) -> Tensor:
     """Return the rows [n, hidden] of the target's output head, which are the logits of unit vectors.
 
-    They include its factor. Its soft cap limits logits to tens, and hardly changes those of unit vectors. Raises
-    PairError for a target with a bias of logits.
+    The rows include the head's factor. Its soft cap limits logits to tens, and hardly changes logits of unit vectors.
+    Raises PairError for a target with a bias of logits.
     """
     of, index = target.cache_shape, torch.tensor(tokens)
     if target.logits(torch.zeros(1, target.hidden_size, dtype=of.dtype, device=of.device))[:, index].any():

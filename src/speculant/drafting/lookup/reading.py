@@ -21,7 +21,7 @@ from speculant.types import DraftTree, Request
 
 
 class SequenceReader(Protocol):
-    """Reads one sequence and drafts its next tokens. seen: how many it has read, those of the source included."""
+    """Reads one sequence and drafts its next tokens. seen: how many it has read, the source's included."""
 
     seen: int
 
@@ -110,10 +110,10 @@ class RecentMatches(SequenceReader):
     The last place where the end of a text occurred, for drafters that copy the tokens after it.
 
     For each length from `prompt_lookup_min` to `prompt_lookup_max` a table holds the latest places of strings of
-    tokens. A place moves on to the next table when a later one takes its entry. So every place is in one table at most,
-    and a token moves at most one place in each table. The latest longest match of the text's end is an entry of its own
-    end in one of the tables: a place after L matching tokens leaves the first L tables only for a later one after the
-    same L tokens. A token takes at most 220 bytes (110 to 130 on random tokens and on code).
+    tokens. When a later place takes an entry, the earlier place moves to the next table. So every place is in one table
+    at most, and a token moves at most one place in each table. A place after L matching tokens leaves the first L
+    tables only when a later place after the same L tokens takes its entries. So one of the tables has the latest among
+    the longest matches of the text's end. A token takes at most 220 bytes (110 to 130 on random tokens and on code).
     """
 
     def __init__(self, options: LookupOptions) -> None:

@@ -2,13 +2,13 @@
 
 The inner drafter guesses the draft model's next tokens, and one pass of the draft model computes the rows of all of
 them. Each token is drawn from the draft model's own distribution with the chance of a draft, so that tokens and probs
-are those of the draft model alone, whatever was guessed, and the verifier may use them. Guessed tokens that were not
+are the same as without guesses, and the verifier may use them. Guessed tokens that were not
 drawn are dropped from the draft model's cache.
 
 The inner drafter sees a copy of each request in which the drafted tokens follow. After a rejection it rolls back, and
 catches up with the whole text again unless it overrides `Drafter.roll_back`.
 
-Memory: that of the draft model and of the inner drafter, and a copy of each sequence's tokens. Cost: between 1 and n
+Memory: the draft model, the inner drafter, and a copy of each sequence's tokens. Cost: between 1 and n
 passes of the draft model for n tokens, 145 microseconds more than a native chain for each pass, and the inner drafter.
 """
 
@@ -150,7 +150,7 @@ class InnerDrafter(CompositeDrafter):
 class CascadeDrafter(CompositeDrafter):
     """A draft model and its inner drafter, of which the model drafts; see the module's docstring.
 
-    Drafts for beam searches are those of the model alone.
+    The model alone drafts for beam searches.
     """
 
     def __init__(self, runner: DraftModelRunner, inner: SubDrafter, context: DrafterContext) -> None:

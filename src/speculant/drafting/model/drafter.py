@@ -10,8 +10,8 @@ drafts that were rejected and computes the tokens that are missing:
     tokens     p p p t t x y            y = the target's correction
     keep       p p p t t x              the longest common prefix; y is the next input
 
-The tokens are those that the model reads: a model of another tokenizer reads a text as other tokens
-(models/vocabulary.py), and more of them.
+The tokens belong to the draft model's tokenizer, which may read a text as other and more tokens than the target's
+(models/vocabulary.py).
 """
 
 from __future__ import annotations
@@ -265,8 +265,8 @@ class DraftModelRunner:
     ) -> tuple[list[Chain], list[Source]]:
         """Take each request's missing tokens within budget and room; one that still has a backlog draws nothing.
 
-        Sources have a pass of their own before that of the chains, and so a budget of their own. Returns the chains,
-        and the sources that have to be encoded first. A request whose source does not fit has no chain.
+        Sources have a pass of their own before the chains' pass, and so a budget of their own. Returns the chains, and
+        the sources that have to be encoded first. A request whose source does not fit has no chain.
         plan: the room; None = unlimited.
         """
         budget, stop, chains, sources = self._budget, self._stop_below, list[Chain](), list[Source]()
@@ -296,7 +296,7 @@ class DraftModelRunner:
         return chains, sources
 
     def _missing(self, request: Request, text: list[int], start: int, most: int) -> tuple[list[int], Tensor | None]:
-        """Return the next input tokens, those of `text` from `start` on, with the hidden states that they take in."""
+        """Return the next input tokens, `text` from `start` on, with the hidden states that they take in."""
         return text[start : start + most], None
 
     def _roll_back(self, request: Request) -> tuple[int, list[int]]:

@@ -1,9 +1,9 @@
-"""Maps a target's vocabulary to that of a draft with another tokenizer (token-level intersection, arXiv 2502.05202).
+"""Maps a target's vocabulary to a draft's with another tokenizer (token-level intersection, arXiv 2502.05202).
 
 Two tokens are shared if they add the same bytes to a text (text/tokenizer.py), however they are spelt. Special tokens
 are shared only if their names are the same: no end of text is drafted for another special token. Any other token of the
-target is read as draft tokens with the same bytes: those that the draft's tokenizer makes of it, if they have these
-bytes, else the longest ones that fit. So part of a character becomes tokens of single bytes.
+target is read as the draft tokens that the draft's tokenizer makes of it, if they have the same bytes, and else as the
+longest draft tokens that fit its bytes. So part of a character becomes tokens of single bytes.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run a workload. `sequential`: each prompt starts when the one before has finished."""
+    """One way to run a workload. `sequential`: each prompt starts when the previous one has finished."""
 
     params: SamplingParams
     sequential: bool = False
@@ -45,7 +45,7 @@ class BenchRun:
 
     Timings start when a request is due, so they include its time in the queue. `peak_blocks` is the largest number of
     cache blocks in use after a step. `draft_s` and `verify_s` are the times of drafting in all steps, and of target
-    passes with the verdicts; `encode_s` is that of the encoder's passes. `drafted` has for each output token whether it
+    passes with the verdicts; `encode_s` is the encoder's time. `drafted` has for each output token whether it
     was drafted, `rejected` the draft tokens that were rejected in its place. `speculation` is the sum of `by_request`.
     """
 

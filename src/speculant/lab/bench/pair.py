@@ -71,7 +71,7 @@ NOTHING = 1e-12  # a variance below this is rounding
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt and the target's output, as token ids. source: that of an encoder-decoder model."""
+    """A prompt and the target's output, as token ids. source: of an encoder-decoder model."""
 
     prompt: Sequence[int]
     output: Sequence[int]
@@ -188,8 +188,8 @@ def _tests(metrics: SpeculationMetrics) -> Array:
 def estimate(values: Sequence[Array]) -> Estimate:
     """Return the mean over the tokens of all texts, with Wilson's interval.
 
-    The interval uses the effective number of observations: that of independent tokens for which the means of blocks
-    would have the observed variance. If all blocks are alike, each counts as one observation. With MANY texts, each
+    The interval uses the effective number of observations: the number of independent tokens for which the means of
+    blocks would have the observed variance. If all blocks are alike, each counts once. With MANY texts, each
     text is a block, as some are easier than others from end to end, for example one that repeats itself.
     """
     texts = [text for text in values if len(text)]
@@ -304,7 +304,7 @@ class Model:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Model:
-        """Describe a checkpoint; the parameters are those of its files."""
+        """Describe a checkpoint; the parameters are counted in its files."""
         parameters = Size.of(checkpoint.config).parameters
         dtype = str(checkpoint.dtype).removeprefix("torch.")
         return cls(checkpoint.name, parameters, dtype, checkpoint.kernels)

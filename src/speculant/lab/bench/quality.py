@@ -1,9 +1,9 @@
-"""How far a model's distributions are from those of a reference model along a text.
+"""How far a model's distributions are from a reference model's along a text.
 
 For each scored position: the divergence KL(reference || judged) in nats, whether both give the highest probability to
 the same token, and the negative log-probability that each gives to the next token of the text.
 
-Positions are those of llama.cpp's llama-perplexity. The text is tokenised once, by the reference's tokenizer, and cut
+Positions are as in llama.cpp's llama-perplexity. The text is tokenised once, by the reference's tokenizer, and cut
 into chunks of `context` tokens; the rest is left out. Chunks are read one by one. The first half of a chunk is context
 alone; each later position predicts its next token, so the last one is not scored. If the tokenizer begins texts with a
 token, each chunk's first token is replaced by it.

@@ -336,7 +336,7 @@ def _pairs(case: BenchCase) -> Iterator[tuple[str, str]]:
 
 
 def _gain(case: BenchCase, mode: str) -> dict[str, Any]:
-    """Return the gain from drafting; the acceptance is that of the first round, as later ones can be the same.
+    """Return the gain from drafting; the acceptance is taken from the first round, as later rounds can be the same.
 
     measured_speed: between tokens, over plain decoding; see `gain` for the other figures.
     """
@@ -447,7 +447,7 @@ def _figures(case: BenchCase, prompts: Sequence[int]) -> dict[str, Any]:
 
 
 def _part(run: BenchRun, places: Sequence[int]) -> BenchRun:
-    """Return a run with some of its outputs; its totals stay those of all outputs."""
+    """Return a run with some of its outputs; its totals stay the totals of all outputs."""
     return replace(
         run,
         outputs=[run.outputs[place] for place in places],

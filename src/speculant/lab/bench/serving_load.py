@@ -38,7 +38,7 @@ class Exchange:
     """One request and its answer. Times are readings of `time.perf_counter`, in seconds.
 
     number: its place in the run. `timing.arrival` is the time when it was due, `sent` when it was sent. A token's time
-    is that of the event with its text. problem: the reason for an incomplete answer. tokens: of the output, by the
+    is the time of the event with its text. problem: the reason for an incomplete answer. tokens: of the output, by the
     server's count.
     """
 
@@ -81,7 +81,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class LoadRun:
-    """The requests of one run. Rates are those of the `window` seconds after `started`.
+    """The requests of one run. Rates are taken over the `window` seconds after `started`.
 
     A request that ends after the window counts by the share of its time inside the window.
     """

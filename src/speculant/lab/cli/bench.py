@@ -340,8 +340,8 @@ def history(path: HistoryFile = Path(HISTORY), as_json: AsJson = False) -> None:
     """Compare the newest run of each benchmark with the earlier ones, and say what became slower.
 
     It compares ratios of one command on one machine: the newest run with the median of the earlier ones. A figure is
-    slower if its quartiles lie below the quartiles of a typical run, and below those of the runs' medians. The exit
-    code is 1 if any figure is slower.
+    slower if its quartiles lie below the quartiles of a typical run, and below the quartiles of the runs' medians. The
+    exit code is 1 if any figure is slower.
     """
     from speculant.lab.bench import compare_entries, read
 

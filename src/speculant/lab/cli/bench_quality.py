@@ -1,4 +1,4 @@
-"""`speculant bench quality`: how far a model's distributions are from those of another one, along a text."""
+"""`speculant bench quality`: how far a model's distributions are from another model's, along a text."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ def inflate(
 ) -> None:
     """Write a model of a larger shape that computes the same function.
 
-    Text and acceptance are those of the small model, the cost is that of the shape: it is for measurements, not for
-    use. A head is written for its model at the same shape.
+    The result has the texts and the acceptance of the small model at the cost of the shape: it is for measurements, not
+    for use. A head is written for its model at the same shape.
     """
     from speculant.lab.inflation import head_kind, inflate as inflate_model, inflate_head
     from speculant.models import embedded_heads, resolve_folder

@@ -435,9 +435,9 @@ class GivenCosts:
         return found, notes
 
     def _curve(self, content: Mapping[str, Any], rows: int) -> tuple[VerificationCurve, float, list[str]]:
-        """Return the seconds of a pass by its tokens, and how many of them a prompt's token counts as.
+        """Return the seconds of a pass by its tokens, and how many tokens one token of a prompt counts as.
 
-        prompt_rate is that of passes of `rows` tokens. Without a file, it gives the curve its second point.
+        prompt_rate is measured with passes of `rows` tokens. Without a file, it gives the curve its second point.
         """
         from speculant.lab.theory import FLAT, VerificationCurve
 

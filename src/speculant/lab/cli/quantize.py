@@ -31,7 +31,7 @@ def quantize(
 ) -> None:
     """Write a model whose weights are rounded to fewer bits.
 
-    llama.cpp reads a file NAME.gguf too; its weights are those that --quantization computes with. A folder is in the
+    llama.cpp reads a file NAME.gguf too; it has the weights that --quantization computes with. A folder is in the
     format of compressed-tensors, which vLLM and transformers read. Its embedding and head are not rounded.
     """
     from speculant.lab.quantize import TYPES, quantize as write

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 class EngineCosts:
     """The measured costs of one engine.
 
-    seconds: of a target pass by its rows. rates: acceptance by depth. cost_ratio: c, a draft token's time over that of
-    a target pass with as many rows as sequences. draft_overhead: the fixed time of a draft over a pass of one row.
+    seconds: of a target pass by its rows. rates: acceptance by depth. cost_ratio: c, a draft token's time over the time
+    of a target pass with as many rows as sequences. draft_overhead: the fixed time of a draft over a pass of one row.
     step_s: of each step beside the passes. sequence_s: of each sequence of a step after the first. admit_s: of a step
     for each request that it admits, such as the server's work on the engine's core. request_s: of each request where
     it delays no other. spread: standard deviation of the first rate between requests.

@@ -328,7 +328,7 @@ class Router:
                      `two` if there is none, or if loads are imbalanced: the most and the fewest requests of a replica
                      differ by more than a threshold (the rule of Ray's PrefixCacheAffinityRouter)
     prefix-bounded   the same, but only the chosen replica's load counts: it may have at most `threshold` requests more
-                     than that of `two`, which otherwise gets the request, and from then on has the prefix too
+                     than the choice of `two`, which otherwise gets the request, and from then on has the prefix too
 
     Loads may be old: a router that hears of them every few seconds sees the numbers of the last report. It does not
     hear of evictions, so it may take a replica to have a prefix that it has lost. holders: the replicas that were sent
@@ -391,7 +391,7 @@ class Router:
         return holder if holder is not None and balanced else self.two(arrival)
 
     def prefix_bounded(self, arrival: Arrival) -> int:
-        """The least loaded of those with the prefix, if its load is not far above that of the other choice."""
+        """The least loaded replica with the prefix, if its load is not far above the other choice's."""
         other, holder, loads = self.two(arrival), self._holder(arrival), self.members.loads
         near = holder is not None and loads[holder] <= loads[other] + self._threshold
         return holder if holder is not None and near else other

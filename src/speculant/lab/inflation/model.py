@@ -67,9 +67,9 @@ pipeline_tag: text-generation
 
 # {name} at a larger shape
 
-This is the function of `{name}` at the shape of a larger model, written for measuring speed: text and acceptance are
-those of the small model, the cost is that of the large one. It was not trained at this size, and it is no better than
-`{name}`. Licence and origin are those of `{name}`.
+This is the function of `{name}` at the shape of a larger model, written for measuring speed. It writes
+the texts of the small model at the cost of the large one, and drafts are accepted as often. It was not trained at this
+size, and it is no better than `{name}`, whose licence applies.
 
 | | {name} | here |
 |---|---|---|
@@ -221,8 +221,8 @@ pipeline_tag: text-generation
 # {name} at a larger shape
 
 This is the function of the head `{name}` for its target at the shape of a larger model, written for measuring speed:
-drafts are those of the small head, the cost is that of a large one. It was not trained at this size. Licence and origin
-are those of `{name}`.
+it drafts the tokens of the small head at the cost of a large one. It was not trained at this size. The licence of
+`{name}` applies.
 
 | | {name} | here |
 |---|---|---|

@@ -13,11 +13,11 @@ the mean over contexts.
 
 Along a text, acceptance is not independent: there are easy and hard passages. Each position of a text has a mark,
 uniform from 0 to 1, and a token drafted there is accepted if the mark is below the acceptance rate. With probability R
-a mark is that of the position before; otherwise it is drawn anew. So every position has the same rate alpha, R is the
-correlation of the acceptance of neighbours, and
+a position repeats the mark of its predecessor; otherwise the mark is drawn anew. So every position has the same rate
+alpha, R is the correlation of the acceptance of neighbours, and
 
-    a = P(accepted | the one before would be) = R + (1 - R) alpha
-    r = P(accepted | the one before would not be) = (1 - R) alpha
+    a = P(accepted | the predecessor would be) = R + (1 - R) alpha
+    r = P(accepted | the predecessor would not be) = (1 - R) alpha
 """
 
 from __future__ import annotations

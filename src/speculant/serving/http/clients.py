@@ -125,7 +125,7 @@ def with_mapped(networks: Iterable[str]) -> list[str]:
 
 _MOST = 4096  # connections by default, if the process may open more files
 _RESERVE = 64  # file descriptors that are left to the engine, to provisional places, and to connections that close
-PROVISIONAL = 16  # places beyond those of a server: each until the head of its connection's request
+PROVISIONAL = 16  # places in addition to a server's: each until the head of its connection's request
 _MINUTE = 60.0
 
 
@@ -141,7 +141,7 @@ class OpenConnection(Protocol):
 
 @dataclass(slots=True)
 class _Held:
-    """The connections of one address: those that wait, in the order of their waits, and those that are answered."""
+    """The connections of one address: waiting ones, in the order of their waits, and ones that are answered."""
 
     is_bounded: bool
     waiting: dict[OpenConnection, None] = field(default_factory=dict)
@@ -171,9 +171,9 @@ class Connections:
     def add(self, connection: OpenConnection, host: str) -> bool:
         """Take a connection in. False = there is no place for it.
 
-        If its address has as many as it may have, the oldest of them that waits is dropped. If all places are taken, it
-        is the oldest one of the address with the most waiting connections, of those that have more places than the
-        newcomer's, and this one.
+        If its address has as many as it may have, the oldest waiting connection of this address is dropped. If all
+        places are taken, addresses with more connections than the newcomer's, and the newcomer's own, are compared: the
+        address with the most waiting connections loses its oldest waiting one.
         """
         address = network_of(host)
         own, is_bounded = len(self._held.get(address, ())), not is_within(host, self._unbounded)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 SHARE = 4  # one client's responses have at most a quarter of all bytes
-PER_RESPONSE, PER_ITEM = 1000, 300  # bytes in memory besides those of the JSON texts, about
+PER_RESPONSE, PER_ITEM = 1000, 300  # bytes in memory besides the JSON texts, about
 
 
 class StoredItem(NamedTuple):
@@ -22,7 +22,7 @@ class StoredItem(NamedTuple):
 class Turn:
     """The items that one response adds to a conversation. Responses that continue it share it.
 
-    previous: the turn before; None = the conversation begins here. size: bytes of this turn in memory. whole: those of
+    previous: the turn before; None = the conversation begins here. size: bytes of this turn in memory. whole: bytes of
     the conversation. length, total: items of the conversation, and bytes of their JSON.
     """
 
@@ -75,7 +75,7 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        """Bytes without those of its turn."""
+        """Bytes without its turn's."""
         return len(self.document) + self.needed + PER_RESPONSE
 
 

@@ -199,7 +199,7 @@ def test_head_dim_is_written_where_it_was_implied(draft: Path, tmp_path: Path) -
 def test_card_describes_the_model(inflated: Path) -> None:
     card = (inflated / "README.md").read_text(encoding="utf-8")
     assert "the function of `draft` at the shape of a larger model" in card
-    assert "text and acceptance are\nthose of the small model, the cost is that of the large one" in card
+    assert "the texts of the small model at the cost of the large one" in card
     assert "| hidden_size | 128 | 384 |" in card
     weights = open_folder(inflated)
     assert f"| weights | 1,331,840 | {sum(weights.read(name).numel() for name in weights.names()):,} |" in card

@@ -18,7 +18,7 @@ from speculant.lab.bench import Benchmark, ratio, timed
 
 ROOT = Path(__file__).parents[4]
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "revision_worker")
-PAGES = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+PAGES = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/results/*.md")]
 RESULTS = [path for path in (ROOT / "benchmarks" / "results").glob("*.json") if not path.name.startswith("peers")]
 COMMANDS = [
     command

@@ -1,4 +1,4 @@
-"""docs/theory.md has the figures that its script computes, and those of the kept measurement."""
+"""benchmarks/results/theory.md has the figures that its script computes, and those of the kept measurement."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_differing_figures_are_bold() -> None:
 
 
 def test_figures_of_the_page_exist() -> None:
-    named = re.findall(r"\]\(figures/(\S+\.svg)\)", PAGE.read_text(encoding="utf-8"))
+    named = re.findall(r"\]\(\S+/figures/(\S+\.svg)\)", PAGE.read_text(encoding="utf-8"))
     assert len(named) == 4
     assert all("<svg" in (FIGURES / name).read_text(encoding="utf-8") for name in named)
 
