@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from speculant import SamplingParams, params
-from speculant.config import EngineConfig, SpeculativeConfig
+from speculant.config import USUAL_CONTEXT, USUAL_ROWS, EngineConfig, SpeculativeConfig
 from speculant.metrics import SpeculationMetrics, TimingMetrics
+from speculant.models.weights.cache import LEAST_BYTES, LIMIT_BYTES
 from tests.commands import invoke
 from tests.gguf_models import convert
 from tests.models import Shape, write_checkpoint
@@ -99,6 +100,18 @@ def test_figures_of_the_readme_are_those_of_a_result(kind: str) -> None:
     assert [each for each in shown if each not in " ".join(text.split())] == []
 
 
+def test_figures_of_scaling_are_those_of_results() -> None:
+    batch, replicas = (json.loads((RESULTS / f"{name}.json").read_text())["seen"] for name in ("batch", "replicas"))
+    text = " ".join((ROOT / "docs/scaling.md").read_text().split())
+    for way in ("plain", "speculation"):
+        first, second = (batch["completion"][f"batch of {size}, {way}"]["speed"]["median"] for size in (8, 32))
+        assert f"{first:.2f} and {second:.2f} times" in text
+    hits = [f"{100 * replicas[name]['hit_rate']['median']:.0f}%" for name in ("prefix", "random")]
+    times = [f"{1e3 * replicas[name]['first_token_s']['median']:.0f}" for name in ("prefix", "random")]
+    assert f"{hits[0]} of the prompt tokens in the cache instead of {hits[1]}" in text
+    assert f"{times[0]} ms instead of {times[1]}" in text
+
+
 def _at(value: Any, place: Sequence[str]) -> Any:
     for key in place:
         value = value[key]
@@ -134,6 +147,15 @@ def test_limits_in_the_quickstart_are_those_of_the_code() -> None:
     assert {most} == {params.MAX_LOGIT_BIAS, params.MAX_BAD_WORDS}
     expected = [[params.MAX_N], [params.MAX_STOPS, params.MAX_STOP_CHARACTERS], [most], [params.MAX_LOGPROBS]]
     assert shown == [*expected, [params.MAX_SPECULATIVE_TOKENS]]
+    usual, flat = EngineConfig("demo"), " ".join(page.split())
+    for figures in (
+        f"running sequences ({usual.max_num_seqs}); rows per pass ({USUAL_ROWS})",
+        f"may wait ({usual.max_waiting})",
+        f"at most {USUAL_CONTEXT:,} tokens each",
+        f"weights of {LEAST_BYTES // 2**20} MiB or more",
+        f"at most {LIMIT_BYTES // 2**30} GiB",
+    ):
+        assert figures in flat
 
 
 @pytest.mark.parametrize("document", LINKED)
