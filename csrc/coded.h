@@ -161,7 +161,8 @@ static void sum_coded_tiles(const CodedPanel &coded, const Rows &rows, int64_t k
 }
 
 // sums[rows][WIDTH] of one panel and some rows, over k inputs.
-static void sum_coded(const CodedPanel &coded, const Rows &rows, int64_t k, float *sums) {
+static void sum_coded(const char *entry, const Rows &rows, int64_t k, float *sums) {
+  const CodedPanel &coded = *(const CodedPanel *)entry;
   if (!coded.escapes) return sum_reals<SP_BF16>(coded.at(coded.data), rows, k, sums);
   if (rows.rows > MOST_ROWS) return sum_coded_tiles(coded, rows, k, sums);
   SUM_CODED_TILE[rows.rows](coded, rows.dwords, k, sums);

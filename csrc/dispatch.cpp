@@ -1,43 +1,34 @@
-// Forwards calls to the translation unit of an instruction set.
+// Forwards calls to the kernels of an instruction set. CMakeLists.txt defines the sets that are built.
+#include "processor.h"
 #include "table.h"
 
-extern const SpTable sp_table_portable;
-static bool always() { return true; }
-
-#if defined(__x86_64__)
-extern const SpTable sp_table_avx2, sp_table_avx512, sp_table_avx512vnni;
-static bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
-static bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-}
-static bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
-#if defined(SP_BF16_PAIRS)  // the compiler has the instruction, or it is emulated
-extern const SpTable sp_table_avx512bf16;
-static bool has_avx512bf16() {
-#if defined(SP_BF16_MODEL)
-  return has_avx512vnni();
-#else
-  return has_avx512vnni() && __builtin_cpu_supports("avx512bf16");
-#endif
-}
-#endif
-#endif
+namespace portable { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
+namespace avx2 { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
+namespace avx512 { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
+namespace avx512vnni { extern const SpSum GROUPS[]; }  // the instruction adds products of integers, and nothing else differs
+namespace avx512bf16 { extern const SpSum FLOATS[]; }  // this one multiplies pairs of bfloat16
 
 static const struct {
   const char *name;
   const SpTable *table;
+  SpSums sums;
   bool (*usable)();
 } SETS[] = {
-#if defined(__x86_64__)
-#if defined(SP_BF16_PAIRS)
-    {"avx512bf16", &sp_table_avx512bf16, has_avx512bf16},
+#if defined(SP_WITH_AVX512BF16)
+    {"avx512bf16", &avx512::TABLE, {avx512::FLOATS, avx512bf16::FLOATS, avx512vnni::GROUPS}, has_avx512bf16},
 #endif
-    {"avx512vnni", &sp_table_avx512vnni, has_avx512vnni},
-    {"avx512", &sp_table_avx512, has_avx512},
-    {"avx2", &sp_table_avx2, has_avx2},
+#if defined(SP_WITH_AVX512VNNI)
+    {"avx512vnni", &avx512::TABLE, {avx512::FLOATS, nullptr, avx512vnni::GROUPS}, has_avx512vnni},
 #endif
-    {"portable", &sp_table_portable, always},
+#if defined(SP_WITH_AVX512)
+    {"avx512", &avx512::TABLE, {avx512::FLOATS, nullptr, avx512::GROUPS}, has_avx512},
+#endif
+#if defined(SP_WITH_AVX2)
+    {"avx2", &avx2::TABLE, {avx2::FLOATS, nullptr, avx2::GROUPS}, has_avx2},
+#endif
+#if defined(SP_WITH_PORTABLE)
+    {"portable", &portable::TABLE, {portable::FLOATS, nullptr, portable::GROUPS}, always},
+#endif
 };
 static const int NUM_SETS = sizeof SETS / sizeof SETS[0];
 
@@ -84,10 +75,10 @@ const char *sp_check(int set, const SpOp *ops, int count, const SpOp *head, cons
   return SETS[set].table->check(ops, count, head, bounds, at);
 }
 
-void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass) { SETS[set].table->run(ops, count, pass, threads); }
+void sp_run(int set, int threads, const SpOp *ops, int count, const SpPass *pass) { SETS[set].table->run(ops, count, pass, SETS[set].sums, threads); }
 
 void sp_draft(int set, int threads, const SpOp *ops, int count, const SpOp *head, const SpPass *pass, const SpDraft *draft) {
-  SETS[set].table->draft(ops, count, head, pass, draft, threads);
+  SETS[set].table->draft(ops, count, head, pass, draft, SETS[set].sums, threads);
 }
 
 void sp_probs(int set, int threads, float *logits, int64_t rows, int64_t given, int64_t width, const SpSamplingSettings *settings,

@@ -91,12 +91,12 @@ static inline const float *row_of(const SpOp &op, const Routing &routing, int64_
 
 // Pack a part of a tile.
 static void pack_pairs(const SpOp &op, Routing &routing, Tiles &x, int64_t item) {
-  const Pairs &tile = routing.tiles[item / parts_of(op)];
+  const Pairs &tile = routing.tiles[item / x.parts_of(op)];
   const Block block = block_of(tile.first, tile.expert ? routing.starts[tile.expert - 1] : 0, routing.starts[tile.expert]);
-  if (!is_packed(op, block.rows)) return;
+  if (!x.is_packed(op, block.rows)) return;
   const float *rows[MOST_ROWS];
   for (int64_t r = 0; r < tile.count; r++) rows[r] = row_of(op, routing, tile.first + r);
-  pack_part(op, x, rows, tile.first, tile.count, block, item % parts_of(op));
+  pack_part(op, x, rows, tile.first, tile.count, block, item % x.parts_of(op));
 }
 
 // Multiply a block by a panel of its expert.
@@ -106,7 +106,8 @@ static void run_experts(const SpOp &op, Routing &routing, Tiles &x, int64_t item
   own.weight = ((const void *const *)op.weight)[pairs.expert];
   if (op.bias) own.bias = op.bias + pairs.expert * (op.flags & SP_GATED ? 2 : 1) * op.n;
   const Block block = {pairs.first, pairs.count};
-  run_panel(own, item % panels_of(op.n), block, rows_of(op, is_packed(op, pairs.count), x, block, row_of(op, routing, block.first)));
+  const Rows rows = rows_of(op, x.is_packed(op, pairs.count), x, block, row_of(op, routing, block.first));
+  run_panel(own, x.sums, item % panels_of(op.n), block, rows);
 }
 
 static inline int64_t combined_parts(const SpOp &op) { return (op.n + COMBINED - 1) / COMBINED; }

@@ -107,10 +107,25 @@ struct Number {
   static constexpr int value = N;
 };
 
+// FIRST .. END - 1, in steps of BY. They are types, because compilers take longer to inline a call within a call within a call.
+template <int... NUMBERS>
+struct Numbers {};
+template <int FIRST, int END, int BY, int... BEFORE>
+static constexpr auto numbers() {
+  if constexpr (FIRST < END)
+    return numbers<FIRST + BY, END, BY, BEFORE..., FIRST>();
+  else
+    return Numbers<BEFORE...>();
+}
+template <typename Work, int... NUMBERS>
+static inline __attribute__((always_inline)) void call_each(Work work, Numbers<NUMBERS...>) {
+  (work(Number<NUMBERS>()), ...);
+}
+
 // Call work(Number<i>()) for i = FIRST .. END - 1, in steps of BY.
 template <int FIRST, int END, int BY = 1, typename Work>
 static inline __attribute__((always_inline)) void unrolled(Work work) {
-  if constexpr (FIRST < END) work(Number<FIRST>()), unrolled<FIRST + BY, END, BY>(work);
+  call_each(work, decltype(numbers<FIRST, END, BY>())());
 }
 
 // sums[ROWS][VECS] += products of steps FIRST .. END - 1. weights(step, part, v): vector v of a part of the weights. x: [ROWS][GROUP].
@@ -412,7 +427,7 @@ static void sum_many(const char *panel, const Rows &given, int64_t k, float *sum
 
 // sums[rows][WIDTH] of one panel and some rows, over k inputs.
 template <int TYPE>
-static void sum_groups(const char *panel, const Rows &given, int64_t k, float *sums) {
+void sum_groups(const char *panel, const Rows &given, int64_t k, float *sums) {
 #if defined(SP_PORTABLE)
   static constexpr SpSum FEW[] = {nullptr, sum_few<TYPE, 1>};
 #else

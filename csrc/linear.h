@@ -88,9 +88,8 @@ struct Steps {
   inline __attribute__((always_inline)) void each_group(const char *panel, Group group) const {
     static_assert(STREAMS % SIZE == 0, "a group lies within one round of the streams");
     int64_t j = 0;
-    for (; j + STREAMS <= count; j += STREAMS, panel += advance)
-      for (int s = 0; s < STREAMS; s += SIZE) group(panel + s * stride);
-    for (; j < count; j += SIZE, panel += SIZE * stride) group(panel);
+    for (; j < count; panel += advance)
+      for (int s = 0; s < STREAMS && j < count; s += SIZE, j += SIZE) group(panel + s * stride);  // inlined here alone: it is long
   }
 };
 

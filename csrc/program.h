@@ -27,16 +27,17 @@ struct OwnRow {
   List<float> normed;
   Tiles packed;
 
-  Rows prepare(const SpOp *norm, const SpOp &op) {
+  Rows prepare(const SpOp *norm, const SpOp &op, const SpSums &sums) {
     const float *row = op.in;
+    packed.sums = sums;
     if (norm) {
       normed.resize(norm->n);
       norm_row(norm->in, vectors_of(*norm), norm->n, normed.items);
       row = normed.items;
     }
     packed.make_room(op, 1, false);
-    for (int64_t part = 0; part < packing_pieces(op, 1); part++) pack_part(op, packed, &row, 0, 1, ONE, part);
-    return rows_of(op, is_packed(op, 1), packed, ONE, row);
+    for (int64_t part = 0; part < packed.packing_pieces(op, 1); part++) pack_part(op, packed, &row, 0, 1, ONE, part);
+    return rows_of(op, packed.is_packed(op, 1), packed, ONE, row);
   }
 
   // Store the normed row for later operations.
@@ -49,19 +50,19 @@ struct OwnRow {
 // A layer of one row, and the norm before it (NULL = none). Each thread does both for itself, which takes less time
 // than to wait for another thread. It does so within its first work item: until that is done, no thread can leave the
 // layer and overwrite the row.
-static inline void run_one_row(const SpOp *norm, const SpOp &op, WorkQueue &stage) {
+static inline void run_one_row(const SpOp *norm, const SpOp &op, const SpSums &sums, WorkQueue &stage) {
   static thread_local OwnRow row;
   Rows own = {};
   stage.run(linear_pieces(op, 1), [&](int64_t panel) {
-    if (!own.dwords) own = row.prepare(norm, op);
+    if (!own.dwords) own = row.prepare(norm, op, sums);
     if (norm && !panel) row.put(*norm);
-    run_panel(op, panel, ONE, own);
+    run_panel(op, sums, panel, ONE, own);
   });
 }
 
 static inline void run_linear_op(const SpOp &op, int64_t rows, Tiles &x, WorkQueue *stages) {
-  if (rows == 1) return run_one_row(nullptr, op, stages[1]);
-  stages[0].run(packing_pieces(op, rows), [&](int64_t p) { pack_piece(op, rows, x, p); });
+  if (rows == 1) return run_one_row(nullptr, op, x.sums, stages[1]);
+  stages[0].run(x.packing_pieces(op, rows), [&](int64_t p) { pack_piece(op, rows, x, p); });
   stages[1].run(linear_pieces(op, rows), [&](int64_t p) { run_linear(op, rows, x, p); });
 }
 
@@ -87,7 +88,7 @@ static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Memory
       stages[0].run(pass.rows, [&](int64_t t) { route_row(op, routing, t); });
       return stages[1].run(1, [&](int64_t) { sort_pairs(op, pass.rows, routing, stages[1]); });
     case SP_EXPERTS:
-      stages[0].run(routed->found[0] * parts_of(op), [&](int64_t p) { pack_pairs(op, routing, memory.x, p); });
+      stages[0].run(routed->found[0] * memory.x.parts_of(op), [&](int64_t p) { pack_pairs(op, routing, memory.x, p); });
       return stages[1].run(routed->found[1] * panels_of(op.n), [&](int64_t p) { run_experts(op, routing, memory.x, p); });
     case SP_COMBINE: return stages[0].run(pass.rows * combined_parts(op), [&](int64_t p) { run_combine(op, routing, p); });
     case SP_EMBED: return stages[0].run(pass.rows, [&](int64_t t) { run_embed(op, pass, t); });
@@ -110,7 +111,7 @@ static inline void run_ops(const SpOp *ops, int count, const SpPass &pass, Plan 
   const WorkQueue *routed = nullptr;
   for (int i = 0; i < count; i++) {
     if (pass.rows == 1 && i + 1 < count && norms_input(ops[i], ops[i + 1])) {
-      run_one_row(ops + i, ops[i + 1], stages[2 * i + 3]);
+      run_one_row(ops + i, ops[i + 1], memory.x.sums, stages[2 * i + 3]);
       i++;
       continue;
     }
@@ -137,11 +138,11 @@ static Scratch &own_scratch() {
   return own;
 }
 
-static void run(const SpOp *ops, int count, const SpPass *pass, int threads) {
+static void run(const SpOp *ops, int count, const SpPass *pass, const SpSums &sums, int threads) {
   Scratch &scratch = own_scratch();  // that of the calling thread, in every thread that works
   clear_stages(scratch.stages, 2 * count);
   plan_attention(ops, count, *pass, threads, scratch.plan, own_partial());
-  scratch.memory.make_room(ops, count, pass->rows);
+  scratch.memory.x.sums = sums, scratch.memory.make_room(ops, count, pass->rows);
   run_together(threads, [&] { run_ops(ops, count, *pass, scratch.plan, scratch.memory, scratch.stages.items); });
 }
 
@@ -492,7 +493,7 @@ struct Drafting {
     if (now.rows.size == 1) {
       SpOp last = head;
       last.in = ops[count - 1].out + now.rows[0].row * head.k;
-      run_one_row(nullptr, last, after[2]);
+      run_one_row(nullptr, last, memory.x.sums, after[2]);
     } else {
       after[0].run(now.rows.size, [&](int64_t r) {
         memcpy(rows.items + r * head.k, ops[count - 1].out + now.rows[r].row * head.k, head.k * sizeof(float));
@@ -506,11 +507,12 @@ struct Drafting {
   }
 };
 
-static void draft_tokens(const SpOp *ops, int count, const SpOp *head, const SpPass *first, const SpDraft *draft, int threads) {
+static void draft_tokens(const SpOp *ops, int count, const SpOp *head, const SpPass *first, const SpDraft *draft, const SpSums &sums,
+                         int threads) {
   static thread_local Drafting own;
   Drafting &drafting = own;
   drafting.ops = ops, drafting.count = count, drafting.threads = threads;
-  drafting.head = *head, drafting.first = first, drafting.draft = draft, drafting.partial = &own_partial();
+  drafting.head = *head, drafting.first = first, drafting.draft = draft, drafting.partial = &own_partial(), drafting.memory.x.sums = sums;
   drafting.begin();
   run_together(threads, [&] {
     for (int64_t step = 0; step < drafting.depth; step++) drafting.run_step(step);
@@ -539,9 +541,3 @@ static double read_all(const void *data, int64_t bytes, int threads) {
 }
 
 }  // namespace SP_NAMESPACE
-
-extern const SpTable SP_TABLE_NAME = {SP_NAMESPACE::check, SP_NAMESPACE::run, SP_NAMESPACE::pack, SP_NAMESPACE::round_rows,
-                                      SP_NAMESPACE::packed_bytes, SP_NAMESPACE::index_panels, SP_NAMESPACE::code_panels,
-                                      SP_NAMESPACE::touch, SP_NAMESPACE::draft_tokens, SP_NAMESPACE::probs, SP_NAMESPACE::draw,
-                                      SP_NAMESPACE::draw_rows, SP_NAMESPACE::normalise_weights, SP_NAMESPACE::read_all,
-                                      SP_NAMESPACE::checksum, SP_NAMESPACE::stage_items};

@@ -1,4 +1,4 @@
-// The functions of each instruction set's translation unit, for the dispatcher.
+// The functions of each width of vectors, and the sums of each instruction set, for the dispatcher.
 #pragma once
 #include "speculant.h"
 
@@ -10,19 +10,26 @@ struct SpRows {
   const int32_t *offsets;
 };
 
-// sums[rows][WIDTH] of one panel and some rows, over k inputs.
+// sums[rows][WIDTH] of one panel and some rows, over k inputs. Of SP_BF12, `panel` is its entry in the index.
 typedef void (*SpSum)(const char *panel, const SpRows &rows, int64_t k, float *sums);
+
+// What multiplies weights. Sets share what they compute alike.
+struct SpSums {
+  const SpSum *floats;  // by SpType, and SP_FP8 after SP_BF12
+  const SpSum *pairs;   // SP_BF16 and SP_BF12 by rows that are rounded to bfloat16, in place of those in `floats`; or NULL
+  const SpSum *groups;  // by SpType, from SP_INT8 on
+};
 
 struct SpTable {
   const char *(*check)(const SpOp *ops, int count, const SpOp *head, const SpBounds *bounds, int *at);
-  void (*run)(const SpOp *ops, int count, const SpPass *pass, int threads);
+  void (*run)(const SpOp *ops, int count, const SpPass *pass, const SpSums &sums, int threads);
   void (*pack)(int type, int source, const void *weight, int64_t n, int64_t k, int64_t step, void *packed, int threads);
   void (*round)(int type, int source, const void *weights, int64_t n, int64_t k, uint8_t *blocks, int threads);
   int64_t (*packed_bytes)(int type, int64_t n, int64_t k);
   int64_t (*index_panels)(int64_t panels, int64_t k, const void *plain, void *index, int64_t data, int threads);
   void (*code_panels)(int64_t panels, int64_t k, const void *plain, void *index, int threads);
   void (*touch)(void *memory, int64_t bytes, int threads);
-  void (*draft)(const SpOp *ops, int count, const SpOp *head, const SpPass *pass, const SpDraft *draft, int threads);
+  void (*draft)(const SpOp *ops, int count, const SpOp *head, const SpPass *pass, const SpDraft *draft, const SpSums &sums, int threads);
   void (*probs)(float *logits, int64_t rows, int64_t given, int64_t width, const SpSamplingSettings *settings,
                 const SpEdits *const *edits, double *out, int threads);
   int64_t (*draw)(const double *weights, int64_t n, int shared_noise, uint64_t chance);

@@ -9,11 +9,6 @@
 #include "coded.h"
 #include "integers.h"
 
-#if defined(SP_BF16_PAIRS)
-#define SP_GROUP_SUMS sp_group_sums_avx512vnni  // the same code: avx512bf16 adds instructions for bfloat16 alone
-#endif
-extern const SpSum SP_GROUP_SUMS[];  // by SpType, from SP_INT8 on
-
 namespace SP_NAMESPACE {
 
 constexpr int64_t PART = 8 * LANES;        // dwords of each row that one work item packs
@@ -21,19 +16,13 @@ constexpr int64_t NARROW_PART = 512;       // the same, if rows are converted to
 constexpr int64_t SHARE = 16 * MOST_ROWS;  // rows of a block: those that one work item of a layer computes
 
 static inline bool is_bf16(const SpOp &op) { return op.type == SP_BF16 || op.type == SP_BF12; }
-static inline bool is_float(const SpOp &op) {
-  return op.type == SP_F32 || op.type == SP_F16 || op.type == SP_FP8 || (is_bf16(op) && !ROUNDS);
-}
-static inline bool is_packed(const SpOp &op, int64_t rows) { return !is_float(op) || rows > 1; }
-
-// The size of a packed row.
-static inline int64_t dwords_of(const SpOp &op) {
-  return is_float(op) ? op.k : is_bf16(op) ? (op.k + 1) / 2 : padded_depth(op.k) / 4;
-}
 static inline int64_t scales_of(const SpOp &op) { return is_grouped(op.type) ? groups_of(op.k) : 0; }
 static inline int64_t offsets_of(const SpOp &op) { return is_grouped(op.type) ? offsets_of(op.type, op.k) : 0; }
 
+static inline int64_t tiles_of(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
+
 struct Tiles {
+  SpSums sums;                      // of the running program's set: they say to which types rows are converted
   List<uint32_t> dwords, narrowed;  // tiles; rows in bfloat16 before they are packed
   List<float> scales;               // of rows in int8; see integers.h
   List<int32_t> offsets;
@@ -45,9 +34,19 @@ struct Tiles {
     scales.resize(rows * scales_of(op)), offsets.resize(rows * offsets_of(op));
     if (!is_float(op) && is_bf16(op)) narrowed.resize(rows * dwords_of(op));
   }
+
+  bool is_float(const SpOp &op) const { return is_bf16(op) ? !sums.pairs : !is_grouped(op.type); }
+  bool is_packed(const SpOp &op, int64_t rows) const { return !is_float(op) || rows > 1; }
+
+  // The size of a packed row.
+  int64_t dwords_of(const SpOp &op) const { return is_float(op) ? op.k : is_bf16(op) ? (op.k + 1) / 2 : padded_depth(op.k) / 4; }
+
+  // A work item packs a part of a tile.
+  int64_t part_of(const SpOp &op) const { return is_float(op) ? PART : NARROW_PART; }
+  int64_t parts_of(const SpOp &op) const { return (dwords_of(op) + part_of(op) - 1) / part_of(op); }
+  int64_t packing_pieces(const SpOp &op, int64_t rows) const { return is_packed(op, rows) ? tiles_of(rows) * parts_of(op) : 0; }
 };
 
-static inline int64_t tiles_of(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
 static inline int64_t rows_at(int64_t first, int64_t rows, int64_t most = MOST_ROWS) { return rows - first < most ? rows - first : most; }
 
 struct Block {
@@ -58,11 +57,6 @@ static inline Block block_of(int64_t row, int64_t begin, int64_t end) {
   const int64_t first = begin + (row - begin) / SHARE * SHARE;
   return {first, rows_at(first, end, SHARE)};
 }
-
-// A work item packs a part of a tile.
-static inline int64_t part_of(const SpOp &op) { return is_float(op) ? PART : NARROW_PART; }
-static inline int64_t parts_of(const SpOp &op) { return (dwords_of(op) + part_of(op) - 1) / part_of(op); }
-static inline int64_t packing_pieces(const SpOp &op, int64_t rows) { return is_packed(op, rows) ? tiles_of(rows) * parts_of(op) : 0; }
 
 // Pack dwords begin .. end - 1 of `count` rows. Two vectors of each row are transposed at once, the first ones into the low halves
 // and the second ones into the high halves.
@@ -95,7 +89,7 @@ static void narrow_row(const SpOp &op, const float *row, int64_t begin, int64_t 
 
 // Round a part of a row to int8: number r of a block.
 static void round_row(const SpOp &op, Tiles &x, const float *row, const Block &block, int64_t r, int64_t begin, int64_t end) {
-  int8_t *values = (int8_t *)(x.dwords.items + block.first * dwords_of(op)) + r * GROUP;
+  int8_t *values = (int8_t *)(x.dwords.items + block.first * x.dwords_of(op)) + r * GROUP;
   float *scales = x.scales.items + block.first * scales_of(op) + r;
   int32_t *offsets = x.offsets.items + block.first * offsets_of(op) + r;
   round_to_int8(op.type, row, op.order, op.k, begin * 4 / GROUP, end * 4 / GROUP, values, scales, offsets, block.rows);
@@ -103,11 +97,11 @@ static void round_row(const SpOp &op, Tiles &x, const float *row, const Block &b
 
 // Pack a part of the tile that begins at row `first` of a block. rows: the address of each of its `some` rows.
 static void pack_part(const SpOp &op, Tiles &x, const float *const *rows, int64_t first, int64_t some, const Block &block, int64_t part) {
-  const int64_t width = dwords_of(op), begin = part * part_of(op), end = begin + part_of(op) < width ? begin + part_of(op) : width;
+  const int64_t width = x.dwords_of(op), begin = part * x.part_of(op), end = begin + x.part_of(op) < width ? begin + x.part_of(op) : width;
   for (int64_t r = 0; r < some && is_grouped(op.type); r++) round_row(op, x, rows[r], block, first + r - block.first, begin, end);
   if (is_grouped(op.type)) return;
   uint32_t *packed = x.dwords.items + first * width;
-  if (is_float(op)) return pack_rows((const uint32_t *const *)rows, some, begin, end, packed);
+  if (x.is_float(op)) return pack_rows((const uint32_t *const *)rows, some, begin, end, packed);
   uint32_t *narrowed = some == 1 ? packed : x.narrowed.items + first * width;
   const uint32_t *from[MOST_ROWS];
   for (int64_t r = 0; r < some; r++) {
@@ -118,38 +112,37 @@ static void pack_part(const SpOp &op, Tiles &x, const float *const *rows, int64_
 }
 
 static void pack_piece(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
-  const int64_t first = item / parts_of(op) * MOST_ROWS, some = rows_at(first, rows);
+  const int64_t first = item / x.parts_of(op) * MOST_ROWS, some = rows_at(first, rows);
   const float *from[MOST_ROWS];
   for (int64_t r = 0; r < some; r++) from[r] = op.in + (first + r) * op.k;
-  pack_part(op, x, from, first, some, block_of(first, 0, rows), item % parts_of(op));
+  pack_part(op, x, from, first, some, block_of(first, 0, rows), item % x.parts_of(op));
 }
 
 // The packed rows of a block; `row`: its only row, if it is read in place.
 static inline Rows rows_of(const SpOp &op, bool packed, const Tiles &x, const Block &block, const float *row) {
   if (!packed) return {1, row, nullptr, nullptr};
   const int64_t first = block.first;
-  return {block.rows, x.dwords.items + first * dwords_of(op), x.scales.items + first * scales_of(op), x.offsets.items + first * offsets_of(op)};
+  return {block.rows, x.dwords.items + first * x.dwords_of(op), x.scales.items + first * scales_of(op), x.offsets.items + first * offsets_of(op)};
 }
 
 // A work item of a layer is a panel (gate and up for a gated layer) for a block.
 static inline int64_t linear_pieces(const SpOp &op, int64_t rows) { return panels_of(op.n) * ((rows + SHARE - 1) / SHARE); }
 
 // sums[rows][WIDTH] of panel `index` of a layer's weights.
-static void sum_panel(const SpOp &op, int64_t index, const Rows &rows, float *sums) {
-  if (op.type == SP_BF12) return sum_coded(((const CodedPanel *)op.weight)[index], rows, op.k, sums);
-  const char *panel = (const char *)op.weight + index * bytes_of_panel(op.type, op.k);
-  if (is_grouped(op.type)) return SP_GROUP_SUMS[op.type - SP_INT8](panel, rows, op.k, sums);
-  if (op.type == SP_FP8) return sum_fp8(panel, rows, op.k, sums);
-  (op.type == SP_F32 ? sum_reals<SP_F32> : op.type == SP_F16 ? sum_reals<SP_F16> : sum_reals<SP_BF16>)(panel, rows, op.k, sums);
+static void sum_panel(const SpOp &op, const SpSums &of, int64_t index, const Rows &rows, float *sums) {
+  const char *panel = (const char *)op.weight + index * (op.type == SP_BF12 ? (int64_t)SP_INDEX_BYTES : bytes_of_panel(op.type, op.k));
+  if (is_grouped(op.type)) return of.groups[op.type - SP_INT8](panel, rows, op.k, sums);
+  if (is_bf16(op) && of.pairs) return of.pairs[op.type == SP_BF12](panel, rows, op.k, sums);
+  of.floats[op.type == SP_FP8 ? SP_BF12 + 1 : op.type](panel, rows, op.k, sums);
 }
 
 // Multiply a panel (gate and up for a gated layer) by the rows of a block.
-static void run_panel(const SpOp &op, int64_t panel, const Block &block, const Rows &rows) {
+static void run_panel(const SpOp &op, const SpSums &of, int64_t panel, const Block &block, const Rows &rows) {
   alignas(64) float sums[SHARE * WIDTH], ups[SHARE * WIDTH];
   const bool gated = op.flags & SP_GATED;
-  sum_panel(op, gated ? 2 * panel : panel, rows, sums);
+  sum_panel(op, of, gated ? 2 * panel : panel, rows, sums);
   if (gated) {
-    sum_panel(op, 2 * panel + 1, rows, ups);
+    sum_panel(op, of, 2 * panel + 1, rows, ups);
     put_gated(op, panel, block.first, block.rows, sums, ups);
   } else if (is_mapped(op)) {
     put_mapped(op, panel, block.first, block.rows, sums);
@@ -160,7 +153,7 @@ static void run_panel(const SpOp &op, int64_t panel, const Block &block, const R
 
 static void run_linear(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {
   const Block block = block_of(item / panels_of(op.n) * SHARE, 0, rows);
-  run_panel(op, item % panels_of(op.n), block, rows_of(op, is_packed(op, rows), x, block, op.in));
+  run_panel(op, x.sums, item % panels_of(op.n), block, rows_of(op, x.is_packed(op, rows), x, block, op.in));
 }
 
 }  // namespace SP_NAMESPACE

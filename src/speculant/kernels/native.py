@@ -499,6 +499,9 @@ def open_kernels(isa: str | None = None, threads: int | None = None) -> Kernels 
     if library is None:
         return None
     usable = {name: index for index, name in enumerate(_names(library)) if library.sp_usable(index)}
+    if not usable:
+        built = ", ".join(_names(library))
+        raise ConfigError(f"the native kernels were built for {built}, which this processor lacks", _REINSTALL)
     wanted = isa or os.environ.get("SPECULANT_ISA") or next(iter(usable))
     if wanted not in usable:
         raise ConfigError(f"instruction set {wanted!r} is unknown, or this processor lacks it", suggest(wanted, usable))

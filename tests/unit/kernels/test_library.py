@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from numpy._core import _multiarray_umath
 
 from speculant.errors import ConfigError
-from speculant.kernels import load_library, native
+from speculant.kernels import load_library, native, open_kernels
 
 
 class Library:
@@ -67,6 +68,14 @@ def test_a_file_that_is_no_library_is_refused(monkeypatch: pytest.MonkeyPatch, t
 def test_a_library_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     use(monkeypatch, tmp_path / "none.so")
     refused("SPECULANT_LIBRARY", "none.so")
+
+
+def test_a_library_for_another_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SimpleNamespace(sp_name=lambda index: [b"other", None][index], sp_usable=lambda index: 0)
+    monkeypatch.setattr(native, "load_library", lambda: library)
+    with pytest.raises(ConfigError, match="built for other") as caught:
+        open_kernels()
+    assert "install the package again" in caught.value.fix
 
 
 def test_the_library_of_this_version_is_loaded() -> None:
