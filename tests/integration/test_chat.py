@@ -115,7 +115,7 @@ def test_the_demo_chats() -> None:
 
 
 def test_a_model_without_a_template_is_named(checkpoints: Checkpoints) -> None:
-    with pytest.raises(ModelError, match=r"no chat template\n.*plain prompt.*chat_template\.jinja"):
+    with pytest.raises(ModelError, match=r"no chat template\n.*plain prompt.*--chat-template.*chat_template\.jinja"):
         LLM(checkpoints.target, **ARGUMENTS).chat(SECOND)
 
 
@@ -158,10 +158,12 @@ def test_a_caller_s_template_comes_before_others(
     for given in (file, str(file), "own:" + OWN):
         other = LLM(folder, checkpoints.near, chat_template=given, **ARGUMENTS)
         assert other.render_chat(SECOND).text == "own:<Bye>!"
+        assert other.render_chat(SECOND, tools=TOOLS).text == "own:<Bye>!"
+        assert other.tokenizer.chat_template == "own:" + OWN, "servers list it"
         assert other.render_chat(SECOND, chat_template=OWN).text == "<Bye>!"
 
 
-@pytest.mark.parametrize("given", ["no/such/file", 3])
+@pytest.mark.parametrize("given", ["no/such/file", 3, "{% if %}"])
 def test_a_template_that_can_t_be_read_is_refused(folder: str, given: Any) -> None:
     with pytest.raises(ConfigError, match="chat"):
         LLM(folder, chat_template=given, **ARGUMENTS)

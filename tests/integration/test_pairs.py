@@ -209,11 +209,15 @@ def test_an_unknown_argument_is_refused(checkpoints: Checkpoints) -> None:
 @pytest.mark.parametrize(
     ("arguments", "speculating", "words"),
     [
-        ({"dtype": "float32"}, True, "fallback (no draft model is named), adaptive length"),
+        (
+            {"dtype": "float32"},
+            True,
+            "suffix, prompt_lookup (method fallback, no draft model is named), adaptive length",
+        ),
         ({"dtype": "float64"}, False, "use_speculative_decoding=True turns it on"),
-        ({"use_speculative_decoding": True}, True, "fallback"),
+        ({"use_speculative_decoding": True}, True, "suffix, prompt_lookup (method fallback, "),
         ({"draft": "near", "use_speculative_decoding": False}, False, "use_speculative_decoding is False"),
-        ({"draft": "near"}, True, "fallback, adaptive length"),
+        ({"draft": "near"}, True, "suffix, prompt_lookup, draft_model (method fallback), adaptive length"),
         ({"draft": "near", "spec_length": 2}, True, "draft_model, 2 tokens"),
         ({"speculative_config": {"method": "ngram"}}, True, "ngram, adaptive length"),
         ({"speculative_config": {"method": "ngram", "draft_length": "fixed"}}, True, "ngram, 4 tokens"),

@@ -17,7 +17,7 @@ import typer
 from typing_extensions import override
 
 from speculant.cli.entry import EXIT_INTERRUPTED
-from speculant.cli.flags import EngineFlags, FlagGroup, accepts_flags
+from speculant.cli.flags import EngineFlags, FlagGroup, Model, accepts_flags
 from speculant.cli.generate import fetch
 from speculant.cli.serve import ReplicaFlags
 from speculant.cli.terminal import counted_progress, end_at_once, examples, messages, print_json, progress
@@ -90,6 +90,7 @@ class PoolFlags(ReplicaFlags):
 def batch(
     source: Annotated[Path, typer.Argument(metavar="IN", help="The requests, in OpenAI's batch format (JSONL).")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file of the results. A run that was killed goes on.")],
+    target: Model = None,
     errors: Annotated[
         Path | None,
         typer.Option(help="The file of the lines that failed [default: NAME.errors.jsonl for OUT NAME.jsonl]."),
@@ -116,6 +117,7 @@ def batch(
             f"the server's packages are not installed: {error}", 'pip install -c constraints.txt "speculant[serve]"'
         ) from error
 
+    engine.name_model(target)
     values, options, pool = engine.values(), server.options(), replicas.options()
     config, started = EngineConfig.from_arguments(**values), time.perf_counter()
     failures = errors or out.with_name(f"{out.name.removesuffix('.jsonl')}.errors.jsonl")

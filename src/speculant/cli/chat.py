@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import threading
@@ -14,20 +15,20 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.client import HTTPException, HTTPResponse
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 import typer
 from typing_extensions import override
 
 from speculant.cli.demo import ACCEPTED
-from speculant.cli.flags import EngineFlags, SamplingFlags, accepts_flags
-from speculant.cli.generate import fetch, figures, load
+from speculant.cli.flags import ChatTemplate, EngineFlags, Model, SamplingFlags, accepts_flags
+from speculant.cli.generate import fetch, figures, given_template, load, speed
 from speculant.cli.terminal import VerbatimConsole, examples, messages, progress, results, show_error
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError, RequestError, ServerError, SpeculantError, suggest
 
 if TYPE_CHECKING:
-    from speculant.engine import LLM
+    from speculant.engine import LLM, RenderedPrompt
     from speculant.params import SamplingParams
 
 
@@ -48,10 +49,19 @@ class AnswerPiece:
 
 @dataclass(frozen=True)
 class Summary:
-    """brief: the speed of an answer. full: the same with figures on speculation."""
+    """brief: the speed of an answer. full: the same with figures on speculation.
+
+    cut: the limit that ended the answer. filled: this limit is the context.
+    """
 
     brief: str
     full: str
+    cut: str = ""
+    filled: bool = False
+
+
+class ContextFullError(RequestError):
+    """The context has no room for an answer to these messages."""
 
 
 Answer = Generator[AnswerPiece, None, Summary]
@@ -61,6 +71,11 @@ class ChatBackend(Protocol):
     """Answers conversations. waits: an exception may interrupt the call that waits for the next piece."""
 
     waits: bool
+
+    @property
+    def growth(self) -> str:
+        """What gives the model a longer context; "" = nothing, or it is unknown."""
+        ...
 
     @property
     def introduction(self) -> str:
@@ -73,7 +88,14 @@ class ChatBackend(Protocol):
         ...
 
     def answer(self, messages: Messages, speculating: bool | None) -> Answer:
-        """Yield the next answer; closing the generator ends it early. speculating: None = as the settings define."""
+        """Yield the next answer; closing the generator ends it early. speculating: None = as the settings define.
+
+        Raises ContextFullError for messages that leave no room for an answer.
+        """
+        ...
+
+    def fits(self, messages: Messages) -> bool:
+        """Whether the context has room for an answer to these messages; True if that is unknown."""
         ...
 
 
@@ -102,14 +124,38 @@ class LocalChatBackend(ChatBackend):
         if speculating is not None and speculating != (params.speculation is not False):
             params = replace(params, speculation=None if speculating else False)
         drafting, output = self.llm.speculating and params.speculation is not False, None
-        with closing(self.llm.stream_chat(messages, params)) as pieces:  # type: ignore[type-var]
+        prompt, longest = self._prompt(messages), self.llm.limits.max_model_len
+        number = len(prompt.tokens or ())
+        if number >= longest and params.truncate_prompt_tokens is None:
+            problem = f"the conversation has {number} tokens and the context {longest}, which leaves none to generate"
+            raise ContextFullError(problem, "shorten the message.")
+        with closing(self.llm.stream(prompt, params)) as pieces:  # type: ignore[type-var]
             for piece in pieces:
                 yield AnswerPiece(piece.text, piece.drafted if drafting else None)
                 output = piece.output
         assert output is not None, "a stream ends with its output"
-        cut, timing = _cut(output.outputs[0].finish_reason == "length"), output.metrics.timing
-        seconds = (timing.ttft_s or 0.0) + timing.decode_s
-        return Summary(_speed(len(output.outputs[0].token_ids), seconds) + cut, figures(self.llm, output) + cut)
+        number, timing = len(output.outputs[0].token_ids), output.metrics.timing
+        brief = speed(number, (timing.ttft_s or 0.0) + timing.decode_s)
+        is_cut, total = output.outputs[0].finish_reason == "length", output.num_prompt_tokens + number
+        cut, filled = _limit(number, params.max_tokens, total, longest) if is_cut else ("", False)
+        return Summary(brief, figures(self.llm, output), cut, filled)
+
+    @property
+    @override
+    def growth(self) -> str:
+        most, now = self.llm.checkpoint.model.max_positions, self.llm.limits.max_model_len
+        if now >= most:
+            return ""
+        flag = "--max-model-len" if self.llm.config.max_model_len is not None else "--kv-memory"
+        return f"a higher {flag} gives up to {most} tokens"
+
+    @override
+    def fits(self, messages: Messages) -> bool:
+        return len(self._prompt(messages).tokens or ()) < self.llm.limits.max_model_len
+
+    def _prompt(self, messages: Messages) -> RenderedPrompt:
+        prompt = self.llm.render_chat(messages)
+        return replace(prompt, tokens=self.llm.tokenizer.encode(prompt.text, add_special_tokens=False))
 
 
 @dataclass
@@ -155,11 +201,20 @@ class RemoteChatBackend(ChatBackend):
         if self.can_switch:
             asked["speculant"] = {"tokens": True}
             asked |= {} if speculating is None else {"speculation": speculating}
-        count = _Count()
+        count = _Count(self.settings.get("max_tokens"), self.served.get("max_model_len"))
         with self._send("/chat/completions", asked) as response:
             for chunk in _events(response):
                 yield from count.read(chunk)
         return count.summary()
+
+    @property
+    @override
+    def growth(self) -> str:
+        return ""
+
+    @override
+    def fits(self, messages: Messages) -> bool:
+        return True
 
     def _find_model(self) -> Mapping[str, Any]:
         with self._send("/models") as response:
@@ -194,8 +249,10 @@ class RemoteChatBackend(ChatBackend):
 
 @dataclass
 class _Count:
-    """Figures from the chunks of an answer."""
+    """Figures from the chunks of an answer. most: its max_tokens. context: the server's. None = unknown."""
 
+    most: int | None = None
+    context: int | None = None
     started: float = field(default_factory=time.perf_counter)
     pieces: int = 0
     usage: Mapping[str, Any] = field(default_factory=dict)
@@ -219,23 +276,26 @@ class _Count:
     def summary(self) -> Summary:
         """Return the speed, and figures on speculation if the server sent them."""
         tokens = self.usage.get("completion_tokens") or self.pieces
-        made = _speed(tokens, time.perf_counter() - self.started) + _cut(self.cut)
+        made = speed(tokens, time.perf_counter() - self.started)
+        total = tokens + (self.usage.get("prompt_tokens") or 0)
+        cut, filled = _limit(tokens, self.most, total, self.context) if self.cut else ("", False)
         if not self.speculation:
-            return Summary(made, made)
+            return Summary(made, made, cut, filled)
         per_pass, length, rate = (
             float(self.speculation.get(name) or 0)
             for name in ("tokens_per_pass", "mean_acceptance_length", "acceptance_rate")
         )
         figure = f"{per_pass:.2f} tokens per pass" if per_pass else f"mean acceptance length {length:.2f}"
-        return Summary(made, f"{made}; {figure}, acceptance rate {rate:.2f}")
+        return Summary(made, f"{made}; {figure}, acceptance rate {rate:.2f}", cut, filled)
 
 
-def _speed(tokens: int, seconds: float) -> str:
-    return f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds if seconds else 0.0:.1f} tokens/s)"
-
-
-def _cut(cut: bool) -> str:
-    return "; cut at --max-tokens" if cut else ""
+def _limit(tokens: int, most: int | None, total: int, context: int | None) -> tuple[str, bool]:
+    """Return the limit that cut an answer, and whether it is the context. total: with the conversation's tokens."""
+    if tokens == most:
+        return f"cut at --max-tokens {most}", False
+    if context is not None and total >= context:
+        return f"cut: the conversation fills the context of {context} tokens", True
+    return "cut at a limit of the server", False
 
 
 def _events(response: HTTPResponse) -> Iterator[Mapping[str, Any]]:
@@ -267,6 +327,8 @@ def _parsed(data: bytes) -> Mapping[str, Any]:
 
 def _refused(status: int, body: Mapping[str, Any]) -> RequestError | ServerError:
     reason = f"the server refused the request: {_message(body)} ({status})"
+    if status == 400 and re.search(r"max_model_len|\bcontext\b", reason):
+        return ContextFullError(reason, "shorten the message.")
     if status == 401:
         return RequestError(reason, "give --api-key.")
     if status < 500 and status not in (408, 429):
@@ -280,10 +342,11 @@ def _message(body: Mapping[str, Any]) -> str:
 
 
 EXAMPLES = examples(
-    "speculant chat --model demo --draft-model demo",
-    'speculant chat --model ./qwen --draft-model ./qwen-small --system "Answer in one sentence."',
+    "speculant chat demo --draft-model demo",
+    'speculant chat ./qwen --draft-model ./qwen-small --system "Answer in one sentence."',
+    "speculant chat model-Q4_K_M.gguf --chat-template template.jinja",
     "speculant chat --url http://127.0.0.1:8000 --temperature 0",
-    "printf 'Hi\\n/speculation off\\nHi again\\n' | speculant chat --model demo --max-tokens 40",
+    "printf 'Hi\\n/speculation off\\nHi again\\n' | speculant chat demo --max-tokens 40",
 )
 COMMANDS = {
     "/exit": "end the program (Ctrl-D too)",
@@ -295,10 +358,22 @@ COMMANDS = {
 _UNFIT = ("n", "beam_width", "logprobs", "prompt_logprobs")  # settings that make no sense in a conversation
 
 
+class ChatSampling(SamplingFlags):
+    """The same flags; an answer ends where the model ends it. If prompts are cut to make room, the room is small."""
+
+    defaults: ClassVar[Mapping[str, object]] = {"max_tokens": "as the context allows"}
+
+    @property
+    @override
+    def new_tokens(self) -> int | None:
+        return super().new_tokens if "truncate_prompt_tokens" in self.given else None
+
+
 @accepts_flags
 def chat(
+    target: Model = None,
     url: Annotated[
-        str | None, typer.Option(help="Talk to this server, by OpenAI's API; --model names its model.")
+        str | None, typer.Option(help="Talk to this server, by OpenAI's API; MODEL is its name for a model.")
     ] = None,
     api_key: Annotated[
         str | None,
@@ -309,8 +384,9 @@ def chat(
         bool,
         typer.Option("--verbose", help="After each answer, show figures on speculation and the weights in use."),
     ] = False,
+    chat_template: ChatTemplate = None,
     *,
-    sampling: SamplingFlags,
+    sampling: ChatSampling,
     engine: EngineFlags,
 ) -> None:
     """Talk to a model.
@@ -324,19 +400,22 @@ def chat(
             f"--{flag} has no meaning in a conversation", "leave it out, or use speculant generate --chat."
         )
     sampling.params()  # checks ranges before anything is loaded
-    backend = (
-        _local(sampling, engine)
-        if url is None
-        else RemoteChatBackend(url, engine.remote_model(), api_key, sampling.fields())
-    )
+    engine.name_model(target)
+    if url is None:
+        backend: ChatBackend = _local(sampling, engine, given_template(chat_template))
+    elif chat_template is not None:
+        raise ConfigError("--chat-template has no meaning with --url", "give it to speculant serve.")
+    else:
+        named = engine.remote_model()  # leaves out a name from the environment
+        backend = RemoteChatBackend(url, target or named, api_key, sampling.fields())
     Conversation(backend, system, sys.stdin.isatty(), verbose).run()
 
 
-def _local(sampling: SamplingFlags, engine: EngineFlags) -> ChatBackend:
+def _local(sampling: SamplingFlags, engine: EngineFlags, chat_template: str | None) -> ChatBackend:
     values = engine.values()
     fetch(EngineConfig.from_arguments(**values))
     with progress("Loading the models"):
-        llm = load(values)
+        llm = load(values, chat_template)
     llm.render_chat([{"role": "user", "content": "Hi"}])  # refuses a model without a template before anything is typed
     return LocalChatBackend(llm, sampling.params(llm.default_params))
 
@@ -410,7 +489,9 @@ class Conversation:
                         said += [] if piece.reasoning else [piece.text]
                         _show(console, piece)
             except StopIteration as end:
-                summary = end.value.full if self.verbose else end.value.brief
+                summary = self._summary(end.value)
+            except ContextFullError as error:
+                raise RequestError(error.problem, self._room(opening, message, error.fix)) from None
             except KeyboardInterrupt:
                 if not self.backend.waits:
                     raise
@@ -419,6 +500,17 @@ class Conversation:
         if text := "".join(said):
             self.turns += [message, {"role": "assistant", "content": text}]
         _notify(summary)
+
+    def _summary(self, of: Summary) -> str:
+        """Return the figures of an answer, the limit that cut it, and what helps."""
+        helps = [self.backend.growth, "/reset begins a new conversation" if self.turns else ""] if of.filled else []
+        return "; ".join(filter(None, [of.full if self.verbose else of.brief, of.cut, *helps]))
+
+    def _room(self, opening: Messages, message: Mapping[str, Any], otherwise: str) -> str:
+        """Return what makes room for an answer: an empty conversation, if that is enough, or a longer context."""
+        resets = self.turns and self.backend.fits([*opening, message])
+        helps = ["/reset begins a new conversation" if resets else "", self.backend.growth]
+        return "; ".join(filter(None, helps)) + "." if any(helps) else otherwise
 
 
 def _notify(text: str) -> None:

@@ -21,6 +21,7 @@ import typer
 from rich.table import Table
 
 from speculant import __version__
+from speculant.cli.flags import NamedModel, model_first
 from speculant.cli.terminal import examples, print_json, progress, results
 from speculant.errors import ModelError
 from speculant.files import cache_folder, lost_with
@@ -380,12 +381,14 @@ def doctor(
     model: Annotated[
         str | None, typer.Argument(help="Report on a model instead: a GGUF file, a folder, a Hugging Face id, or demo.")
     ] = None,
+    named: NamedModel = None,
     model_backend: Annotated[
         str, typer.Option(help="With transformers, load the model by that package and show how it runs there.")
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Report this machine's features and the cost of missing ones; or a model's sizes and types."""
+    (model,) = model_first(named, model)
     if model is not None:
         report: Machine | ModelReport = inspect_model(model, model_backend)
     else:

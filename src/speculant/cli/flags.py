@@ -121,9 +121,14 @@ class SamplingFlags(FlagGroup):
     detokenize: Annotated[bool, "Convert tokens to text; on by default."]
     truncate_prompt_tokens: Annotated[int, "Keep only this many tokens at the end of a prompt; -1 = as many as fit."]
 
+    @property
+    def new_tokens(self) -> int | None:
+        """The value of max_tokens unless it is given; None = as many as the context has room for."""
+        return NEW_TOKENS
+
     def params(self, defaults: SamplingParams | None = None) -> SamplingParams:
         """Return the sampling parameters; `defaults` replace flags that were not given."""
-        values = {"max_tokens": NEW_TOKENS, **self.fields()}
+        values = {"max_tokens": self.new_tokens, **self.fields()}
         if defaults is None or "beam_width" in values:  # a beam search does not use sampling defaults
             defaults = SamplingParams()
         return dataclasses.replace(defaults, **values)
@@ -183,7 +188,7 @@ class EngineFlags(FlagGroup):
         if "model" not in self.given:
             raise ConfigError(
                 "no model was given",
-                "add --model PATH_OR_ID, or --model demo --draft-model demo for the embedded pair.",
+                "name it last or with --model: a folder, a GGUF file or an id; or --model demo --draft-model demo.",
             )
         return self.parsed()
 
@@ -199,22 +204,63 @@ class EngineFlags(FlagGroup):
 
         Values from the environment are meant for local engines and are ignored.
         """
-        typed = {name for name in self.given if f"SPECULANT_{name.upper()}" not in os.environ}
-        if useless := sorted(typed - {"model"}):
+        if useless := sorted(self.typed - {"model"}):
             flag = useless[0].replace("_", "-")
             raise ConfigError(f"--{flag} has no meaning with --url", "give it to speculant serve.")
-        return self.given["model"] if "model" in typed else None
+        return self.given["model"] if "model" in self.typed else None
+
+    @property
+    def typed(self) -> set[str]:
+        """The given arguments that are not from the environment."""
+        return {name for name in self.given if f"SPECULANT_{name.upper()}" not in os.environ}
 
     def name_model(self, model: str | None) -> None:
         """Use a command's argument MODEL as --model. Raises ConfigError if both are given and differ."""
-        if model is not None:
-            if self.given.get("model", model) != model and "SPECULANT_MODEL" not in os.environ:
-                raise ConfigError("the model is named twice", "leave out --model.")
-            self.given["model"] = model
+        self._name("model", model)
+
+    def name_draft(self, draft: str | None) -> None:
+        """Use a command's argument DRAFT as --draft-model. Raises ConfigError if both are given and differ."""
+        self._name("draft_model", draft)
+
+    def _name(self, field: str, value: str | None) -> None:
+        if value is not None:
+            variable = f"SPECULANT_{field.upper()}"
+            if self.given.get(field, value) != value and variable not in os.environ:
+                raise ConfigError(
+                    f"the {field.replace('_', ' ')} is named twice", f"leave out --{field.replace('_', '-')}."
+                )
+            self.given[field] = value
 
     def environment(self) -> dict[str, str]:
         """Return the given values as environment variables for another process."""
         return {f"SPECULANT_{name.upper()}": str(value) for name, value in self.given.items()}
+
+
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="As --model: a folder or GGUF file, a Hugging Face id, or demo."),
+]
+NamedModel = Annotated[
+    str | None, typer.Option("--model", metavar="MODEL", help="The model, in place of the first argument.")
+]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(metavar="FILE_OR_TEXT", help="The chat template, or its file [default: the checkpoint's]."),
+]
+
+
+def model_first(named: str | None, *arguments: str | None, needed: Sequence[str] = ()) -> list[Any]:
+    """Return a command's arguments, the first of which is its model. named: the model, if --model gave it instead.
+
+    None = not given. needed: names of the arguments that must be there, in order. Raises ConfigError if one of these
+    is missing, and if --model and all arguments are given.
+    """
+    given = [each for each in (named, *arguments) if each is not None]
+    if len(given) > len(arguments):
+        raise ConfigError("the model is named twice", "leave out --model.")
+    if len(given) < len(needed):
+        raise ConfigError(f"no {needed[len(given)]} was named", "--help shows the arguments, with examples.")
+    return [*given, *[None] * (len(arguments) - len(given))]
 
 
 def accepts_flags(command: Callable[..., None]) -> Callable[..., None]:

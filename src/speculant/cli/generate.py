@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from speculant.cli.flags import EngineFlags, Profile, SamplingFlags, accepts_flags, profiling
+from speculant.cli.flags import ChatTemplate, EngineFlags, Model, Profile, SamplingFlags, accepts_flags, profiling
 from speculant.cli.terminal import examples, messages, print_json, progress, results
 from speculant.config import EngineConfig
 from speculant.engine import check_trace_path
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = examples(
-    'speculant generate "def read(path):" --model demo --draft-model demo',
-    'speculant generate "def read(path):" --model demo --draft-model demo --temperature 0 --max-tokens 200 --json',
-    'speculant generate --chat --system "Answer in one word." "What is the capital of Peru?" --model ./qwen',
-    "cat prompt.txt | speculant generate - --model ./llama --draft-model ./llama-small --spec-length 4",
-    "speculant generate --prompt-file prompt.txt --model ./llama --speculative-config method=ngram",
+    'speculant generate "def read(path):" demo --draft-model demo',
+    'speculant generate "def read(path):" demo --draft-model demo --temperature 0 --max-tokens 200 --json',
+    'speculant generate --chat --system "Answer in one word." "What is the capital of Peru?" ./qwen',
+    "cat prompt.txt | speculant generate - ./llama --draft-model ./llama-small --spec-length 4",
+    "speculant generate --prompt-file prompt.txt ./llama --speculative-config method=ngram",
     'speculant generate "def read(path):" --model demo --draft-model demo --profile trace.json',
     'speculant generate "summarize: ..." --decoder-prompt "In short," --model ./flan-t5',
     "SPECULANT_MODEL=demo speculant generate 'import os' --seed 7 --n 3",
@@ -36,6 +36,7 @@ EXAMPLES = examples(
 @accepts_flags
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from standard input.")] = None,
+    target: Model = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a message, in the model's chat format.")
@@ -45,6 +46,7 @@ def generate(
         str | None,
         typer.Option(help="The beginning of the output, for an encoder-decoder model, which encodes the prompt."),
     ] = None,
+    chat_template: ChatTemplate = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print text, token ids, usage and metrics as JSON.")] = False,
     profile: Profile = None,
     *,
@@ -59,16 +61,20 @@ def generate(
     Each option of the engine is also an environment variable: --draft-model is SPECULANT_DRAFT_MODEL, and
     --engine-seed is SPECULANT_SEED. Sampling defaults are those of the checkpoint, if it has any.
     """
-    if system is not None and not chat:
-        raise RequestError("--system needs --chat", "add --chat.")
+    for flag, value in (("--system", system), ("--chat-template", chat_template)):
+        if value is not None and not chat:
+            raise RequestError(f"{flag} needs --chat", "add --chat.")
     if decoder_prompt is not None and chat:
         raise RequestError("--decoder-prompt has no meaning with --chat", "leave out one of them.")
-    text, values = read_prompt(prompt, prompt_file), engine.values()
+    if prompt_file is not None and target is None and "model" not in engine.given:
+        prompt, target = None, prompt  # the only argument is the model
+    engine.name_model(target)
+    text, values, template = read_prompt(prompt, prompt_file), engine.values(), given_template(chat_template)
     sampling.params()  # checks ranges before anything is loaded
     check_trace_path(profile)
     fetch(EngineConfig.from_arguments(**values))
     with progress("Loading the models"):
-        llm = load(values)
+        llm = load(values, template)
     if chat:
         opening = [] if system is None else [{"role": "system", "content": system}]
         asked: Prompt = llm.render_chat([*opening, {"role": "user", "content": text}])
@@ -80,6 +86,17 @@ def generate(
         output = show(llm, asked, params)
     if not as_json:
         messages().print(figures(llm, output), style="dim")
+        if all(each.finish_reason == "stop" and not each.text.strip() for each in output.outputs):
+            messages().print(_ended_at_once(llm, chat, output.outputs[0].stop_reason))
+
+
+def _ended_at_once(llm: LLM, chat: bool, stop_reason: int | str | None) -> str:
+    """Return why a text is empty, and what helps."""
+    if stop_reason is not None:
+        return f"the text ended at once, at {stop_reason!r}; leave out that stop"
+    ended = "the text ended at once: the model's first token was its end token"
+    can_chat = not chat and llm.tokenizer.chat_template is not None
+    return f"{ended}; add --chat to send the prompt as a message" if can_chat else f"{ended}; change the prompt"
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -126,11 +143,18 @@ def fetch(config: EngineConfig) -> Path:
     return place
 
 
-def load(values: dict[str, object]) -> LLM:
+def given_template(given: str | None) -> str | None:
+    """Return the source of the template that --chat-template gives. Raises ConfigError."""
+    from speculant.text import read_template
+
+    return read_template(given)
+
+
+def load(values: dict[str, object], chat_template: str | None = None) -> LLM:
     """Make the engine."""
     from speculant.engine import LLM
 
-    return LLM(**values)  # type: ignore[arg-type]
+    return LLM(**values, chat_template=chat_template)  # type: ignore[arg-type]
 
 
 def _complete(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
@@ -225,12 +249,18 @@ def speculation(llm: LLM, output: RequestOutput) -> str:
     return f"{llm.speculation}, verified by {metrics.verification}{warning}"
 
 
+def speed(tokens: int, seconds: float) -> str:
+    """Return a number of tokens, their time and their speed."""
+    noun = "token" if tokens == 1 else "tokens"
+    return f"{tokens} {noun} in {seconds:.2f} s ({tokens / seconds if seconds else 0.0:.1f} tokens/s)"
+
+
 def figures(llm: LLM, output: RequestOutput) -> str:
     """Return one line: measurements, the drafter or the reason why speculation is off, and the weights."""
     metrics, timing = output.metrics, output.metrics.timing
     tokens = sum(len(sample.token_ids) for sample in output.outputs)
     seconds = (timing.ttft_s or 0.0) + timing.decode_s
-    made = f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds if seconds else 0.0:.1f} tokens/s)"
+    made = speed(tokens, seconds)
     detail, weights = speculation(llm, output), ", ".join(filter(None, (llm.weight_packing, llm.weight_source)))
     weights += f"; context: {llm.context}"
     if output.metrics.verification is None:

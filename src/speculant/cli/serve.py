@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO
 import typer
 from typing_extensions import override
 
-from speculant.cli.flags import EngineFlags, FlagGroup, accepts_flags
-from speculant.cli.generate import fetch
+from speculant.cli.flags import ChatTemplate, EngineFlags, FlagGroup, accepts_flags
+from speculant.cli.generate import fetch, given_template
 from speculant.cli.terminal import end_at_once, examples, messages
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
@@ -136,6 +136,7 @@ def serve(
         str | None,
         typer.Argument(metavar="MODEL", help="The target: a folder or GGUF file, a Hugging Face id, or demo."),
     ] = None,
+    chat_template: ChatTemplate = None,
     *,
     server: ServerFlags,
     engine: EngineFlags,
@@ -148,7 +149,9 @@ def serve(
     """
     engine.name_model(target)
     values, options = engine.values(), server.options()
-    run(values, options, EngineConfig.from_arguments(**values), replicas.options())
+    config, template = EngineConfig.from_arguments(**values), given_template(chat_template)
+    values |= {} if template is None else {"chat_template": template}
+    run(values, options, config, replicas.options())
 
 
 def run(

@@ -21,6 +21,7 @@ from speculant.drafting import (
     LOOKUPS,
     PREDICTION,
     WITH_MODEL,
+    CompositeDrafter,
     Drafter,
     DrafterContext,
     Drafters,
@@ -168,7 +169,7 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     whole = 2 * target.weights < LARGE_BYTES or config.kv_cache_backend == "slotted"
     engine.measurement.run(math.inf if whole else START_S)
     drafter = drafters.find(name) if name else None
-    says = describe(config, spec, length) + notes
+    says = describe(config, spec, length, drafter) + notes
     if config.model_backend != AUTO:
         says += f"; the target is computed by {target.kernels}"
     if spec and spec.verification in verifiers and not verifiers[spec.verification].lossless:
@@ -205,8 +206,11 @@ def drafts(config: EngineConfig, target: Checkpoint) -> bool:
     return config.use_speculative_decoding is not False and (config.names_speculation or target.backend.row_invariant)
 
 
-def describe(config: EngineConfig, spec: SpeculativeConfig | None, length: int) -> str:
-    """Describe the drafts that requests get, or the reason why they get none."""
+def describe(config: EngineConfig, spec: SpeculativeConfig | None, length: int, drafter: Drafter | None) -> str:
+    """Describe the drafts that requests get, or the reason why they get none.
+
+    A method that combines others is described by the names of these.
+    """
     if spec is None:
         if config.use_speculative_decoding is False:
             return "use_speculative_decoding is False"
@@ -215,8 +219,11 @@ def describe(config: EngineConfig, spec: SpeculativeConfig | None, length: int) 
         )
     policy = spec.policy["policy"]
     lengths = f"{length} tokens a step" if policy == "fixed" else f"{policy} length"
-    usual = " (no draft model is named)" if spec.method is None and spec.model is None else ""
-    return f"{method_name(spec)}{usual}, {lengths}"
+    facts = ["no draft model is named"] if spec.method is None and spec.model is None else []
+    name = method_name(spec)
+    if isinstance(drafter, CompositeDrafter):
+        name, facts = ", ".join(reversed([*drafter.sub_drafters])), [f"method {name}", *facts]
+    return f"{name} ({', '.join(facts)}), {lengths}" if facts else f"{name}, {lengths}"
 
 
 def load_verifiers() -> dict[str, Verifier]:
@@ -310,7 +317,7 @@ def build_drafters(
     name = method_name(spec) if spec else None
     made = Drafters(
         drafters, name, workshop.on_request, lambda method: method_facts(method).default_length,
-        absence=describe(config, None, 0), num_layers=target.model.num_layers,
+        absence=describe(config, None, 0, None), num_layers=target.model.num_layers,
     )  # fmt: skip
     return made, "".join(loader.notes)
 

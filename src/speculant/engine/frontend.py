@@ -84,9 +84,10 @@ class Frontend(ABC, Generic[_Pieces]):
     ) -> None:
         own = read_arguments(arguments)
         self.config = EngineConfig.from_arguments(model=model, draft_model=draft_model, **own)
-        self._chat_template = read_template(chat_template)
+        template = read_template(chat_template)
         self._runtime = build_engine(self.config)
-        self.tokenizer = self._runtime.tokenizer
+        tokenizer = self._runtime.tokenizer
+        self.tokenizer = tokenizer if template is None else tokenizer.with_template(template)
         ends, most_waiting = self._runtime.checkpoint.eos_token_ids, self.limits.max_waiting
         self._grammars = Grammars(self.tokenizer, ends, most_waiting=most_waiting)
         self._banned_tokens = lru_cache(maxsize=8)(banned_tokens)
@@ -184,7 +185,7 @@ class Frontend(ABC, Generic[_Pieces]):
         given, begins = list(tools) if tools else None, add_generation_prompt and not continue_final_message
         if chat_template is not None and not isinstance(chat_template, str):
             raise RequestError(f"chat_template is a {type(chat_template).__name__}", "give the source of a template.")
-        source = chat_template or self._chat_template or self.tokenizer.template_for(given is not None)
+        source = chat_template or self.tokenizer.template_for(given is not None)
         conversation, mark = read_messages(messages, source), secrets.token_hex(16)
         shown = with_mark(conversation, mark) if continue_final_message else conversation
         text = self.tokenizer.apply_chat_template(shown, begins, {"tools": given, **variables}, source)

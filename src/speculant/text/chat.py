@@ -234,9 +234,21 @@ def answer_in(source: str, message: Mapping[str, Any], tools: Sequence[Mapping[s
 
 
 def read_template(given: object) -> str | None:
-    """Return the source of a user's template, which is given as source or as a file. Raises ConfigError."""
-    if given is None or (isinstance(given, str) and ("{" in given or "\n" in given)):
-        return given
+    """Return the source of a user's template, which is given as source or as a file.
+
+    Raises ConfigError for a file that can't be read, and for a source that is not valid.
+    """
+    if given is None:
+        return None
+    source = given if isinstance(given, str) and ("{" in given or "\n" in given) else _read_file(given)
+    try:
+        ChatTemplate(source)
+    except ModelError as error:
+        raise ConfigError(error.problem, "repair it, or leave it out.") from error
+    return source
+
+
+def _read_file(given: object) -> str:
     if not isinstance(given, str | os.PathLike):
         raise ConfigError(f"chat_template is a {type(given).__name__}", "give the source of a template, or its file.")
     with Converts(ConfigError, f"the chat template {given} can't be read", "give its source, or the path of its file."):

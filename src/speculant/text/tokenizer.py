@@ -7,6 +7,7 @@ that no space precedes by ##.
 
 from __future__ import annotations
 
+import copy
 import filecmp
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -84,11 +85,15 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, file: Path) -> Tokenizer:
-        """Load the tokenizer that the metadata of a GGUF file describes. Raises ModelError."""
+        """Load the tokenizer that the metadata of a GGUF file describes. Raises ModelError.
+
+        A file without a chat template gets the chat_template.jinja beside it.
+        """
         metadata = GgufFile.open(file).metadata
         try:
             backend, settings = read_gguf_tokenizer(metadata)
-            templates = template_in(settings), template_in(settings, TOOL_USE)
+            plain, tools = template_in(settings), template_in(settings, TOOL_USE)
+            templates = plain or find_template(file.parent, {}), tools
             with Converts(ModelError, "its tokenizer can't be used", "download it again."):
                 return cls(backend, settings, *templates)._checked()
         except ModelError as error:
@@ -190,6 +195,12 @@ class Tokenizer:
         """The source of the checkpoint's chat template; None if it has none."""
         return self._template
 
+    def with_template(self, source: str) -> Tokenizer:
+        """Return a tokenizer with another chat template, which conversations with tools have too."""
+        other = copy.copy(self)
+        other._template, other._tool_template = source, None
+        return other
+
     def template_for(self, tools: bool) -> str | None:
         """Return the source of the template for conversations with or without tools; None if there is none."""
         return self._tool_template if tools and self._tool_template is not None else self._template
@@ -260,7 +271,9 @@ def _by_id(tokenizer: Tokenizer) -> dict[int, str]:
 def _compile(template: str | None) -> ChatTemplate:
     if template is None:
         raise ModelError(
-            "this checkpoint has no chat template", "send a plain prompt, or add a chat_template.jinja to its folder."
+            "this checkpoint has no chat template",
+            "send a plain prompt, give one as --chat-template or chat_template, or add a chat_template.jinja to its"
+            " folder.",
         )
     return ChatTemplate(template)
 

@@ -18,7 +18,8 @@ from speculant import LLM, SamplingParams
 from speculant.cli import Answer, AnswerPiece, Conversation, LocalChatBackend, Messages, RemoteChatBackend, Summary
 from speculant.errors import ConfigError, ModelError, RequestError, ServerError
 from tests.commands import invoke, json_of
-from tests.models import Checkpoints
+from tests.gguf_models import convert
+from tests.models import END, Checkpoints
 
 TEMPLATE = "{% for message in messages %}{{ message.role[0] + ':' + message.content + ';' }}{% endfor %}a:"
 PARAMS = SamplingParams(seed=1, max_tokens=6, ignore_eos=True)
@@ -59,7 +60,73 @@ def test_a_piped_conversation_is_answered(llm: LLM, folder: str, checkpoints: Ch
     assert opening.startswith(f"{folder}; speculation is on: ")
     assert len(lines) == 2
     assert all("6 tokens in" in line for line in lines)
-    assert all(line.endswith("cut at --max-tokens") for line in lines)
+    assert all(line.endswith("cut at --max-tokens 6") for line in lines)
+
+
+def test_an_answer_may_fill_the_context(folder: str) -> None:
+    endless = ("chat", folder, "--ignore-eos", "--dtype", "float64")
+    (last,) = (line for line in invoke(*endless, stdin="Hi\n").stderr.splitlines() if "tokens in" in line)
+    assert f"{256 - len('u:Hi;a:')} tokens in" in last
+    assert last.endswith("cut: the conversation fills the context of 256 tokens"), "an empty one has no more room"
+    (last,) = (
+        line
+        for line in invoke(*endless, "--max-model-len", "64", stdin="Hi\n").stderr.splitlines()
+        if "tokens in" in line
+    )
+    assert last.endswith("of 64 tokens; a higher --max-model-len gives up to 256 tokens")
+
+
+@pytest.mark.parametrize(
+    ("typed", "flags", "fix"),
+    [
+        ("Hi\n" + "x" * 250, ("--max-tokens", "6"), "/reset begins a new conversation."),
+        ("x" * 300, (), "shorten the message."),
+        ("Hi\n" + "x" * 300, ("--max-tokens", "6"), "shorten the message."),
+        ("x" * 100, ("--max-model-len", "64"), "a higher --max-model-len gives up to 256 tokens."),
+    ],
+    ids=["after others", "alone", "too long for an empty one too", "in a short context"],
+)
+def test_a_full_context_comes_with_what_helps(folder: str, typed: str, flags: tuple[str, ...], fix: str) -> None:
+    with pytest.raises(RequestError, match="the conversation has .* tokens and the context") as caught:
+        invoke("chat", folder, *flags, "--ignore-eos", "--dtype", "float64", stdin=typed + "\n")
+    assert caught.value.fix == fix
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_a_template_may_be_given(checkpoints: Checkpoints, llm: LLM, tmp_path: Path, as_file: bool) -> None:
+    given = tmp_path / "any.jinja"
+    given.write_text(TEMPLATE, encoding="utf-8")
+    flags = ("--chat-template", given if as_file else TEMPLATE)
+    assert invoke("chat", checkpoints.target, *flags, *FLAGS, stdin="Hi\n").stdout == answers(llm, HI)[0] + "\n"
+    shown = invoke("generate", "Hi", checkpoints.target, "--chat", *flags, *FLAGS).stdout
+    assert shown == answers(llm, HI)[0] + "\n"
+
+
+def test_the_printed_fix_of_a_gguf_file_without_a_template_works(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    file = convert(checkpoints.target, tmp_path / "model.gguf", "F32")
+    with pytest.raises(ModelError, match="chat_template.jinja"):
+        invoke("chat", file, *FLAGS, stdin="Hi\n")
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    assert "6 tokens in" in invoke("chat", file, *FLAGS, stdin="Hi\n").stderr
+
+
+@pytest.mark.parametrize(("with_template", "chat"), [(True, False), (True, True), (False, False)])
+def test_a_text_that_ends_at_once_is_explained(
+    folder: str, checkpoints: Checkpoints, with_template: bool, chat: bool
+) -> None:
+    model = folder if with_template else checkpoints.target
+    flags = ("--chat",) if chat else ()
+    result = invoke("generate", "Hi", model, *flags, "--logit-bias", f"{END}=1000", "--temperature", "0")
+    assert result.stdout == "\n"
+    assert "1 token in" in result.stderr
+    assert "the text ended at once: the model's first token was its end token; " in result.stderr
+    assert ("add --chat" in result.stderr) == (with_template and not chat)
+
+
+def test_a_text_that_a_stop_ends_at_once_is_explained(folder: str, llm: LLM) -> None:
+    (letter,) = llm.tokenizer.encode("a")
+    stopped = invoke("generate", "Hi", folder, "--allowed-token-ids", letter, "--stop", "a").stderr
+    assert "the text ended at once, at 'a'; leave out that stop" in stopped
 
 
 def test_verbose_adds_the_figures_of_speculation(folder: str, checkpoints: Checkpoints) -> None:
@@ -97,6 +164,9 @@ def test_generate_answers_one_message(llm: LLM, folder: str) -> None:
     ("arguments", "stdin", "kind", "reason"),
     [
         (["generate", "Hi", "--system", "S", "--model", "demo"], "", RequestError, "--system needs --chat"),
+        (["generate", "Hi", "demo", "--chat-template", "{{ 1 }}"], "", RequestError, "--chat-template needs --chat"),
+        (["chat", "demo", "--chat-template", "{% if %}"], "", ConfigError, "not valid"),
+        (["chat", "--url", "http://x", "--chat-template", "{{ 1 }}"], "", ConfigError, "no meaning with --url"),
         (["chat", "--model", "demo", "--n", "2"], "", ConfigError, "--n has no meaning"),
         (
             ["chat", "--url", "http://x", "--spec-length", "2"],
@@ -119,7 +189,6 @@ def test_senseless_settings_are_refused(arguments: list[str], stdin: str, kind: 
     [
         ("/sistem S", "did you mean '/system'"),
         ("/speculation maybe", "can't be set to 'maybe'"),
-        ("x" * 300, "leaves none to generate"),
     ],
 )
 def test_wrong_input_ends_a_pipe(folder: str, typed: str, reason: str) -> None:
@@ -308,12 +377,12 @@ def serve() -> Iterator[Any]:
 
 def test_a_server_answers_in_the_chat(serve: Any) -> None:
     server = serve(GOOD)
-    flags = "--temperature 0 --logit-bias 3=1.5 --api-key secret --system S --model two --verbose"
-    result = invoke("chat", "--url", server.url + "/v1/", *flags.split(), stdin="Hi\n/speculation off\nBye\n")
+    flags = "--temperature 0 --logit-bias 3=1.5 --api-key secret --system S --max-tokens 8 --verbose"
+    result = invoke("chat", "--url", server.url + "/v1/", "two", *flags.split(), stdin="Hi\n/speculation off\nBye\n")
     assert result.stdout == "Hm.Yes!\n" * 2
     assert result.stderr.splitlines()[0] == f"two at {server.url}/v1"
     assert "8 tokens in" in result.stderr
-    assert "; cut at --max-tokens; 1.75 tokens per pass, acceptance rate 0.50" in result.stderr
+    assert "; 1.75 tokens per pass, acceptance rate 0.50; cut at --max-tokens 8" in result.stderr
     first, second = server.asked
     assert first == {
         "model": "two",
@@ -321,6 +390,7 @@ def test_a_server_answers_in_the_chat(serve: Any) -> None:
         "stream": True,
         "stream_options": {"include_usage": True},
         "temperature": 0.0,
+        "max_tokens": 8,
         "logit_bias": {"3": 1.5},
         "speculant": {"tokens": True},
     }
@@ -366,6 +436,15 @@ def test_failures_of_a_server_are_shown(
 ) -> None:
     with pytest.raises(kind, match=reason):
         invoke("chat", "--url", serve(events, status).url, stdin="Hi\n")
+
+
+def test_a_full_context_of_a_server_comes_with_what_helps(serve: Any) -> None:
+    full = b'{"error": {"message": "the prompt has 300 tokens and max_model_len is 256"}}'
+    with pytest.raises(RequestError, match="shorten the message"):
+        invoke("chat", "--url", serve([full], 400).url, stdin="Hi\n")
+    conversation = Conversation(RemoteChatBackend(serve([full], 400).url), None, interactive=False, turns=[HI])
+    with pytest.raises(RequestError, match="/reset begins a new conversation"):
+        conversation.read("Hi")
 
 
 def test_a_model_that_a_server_lacks_is_refused(serve: Any) -> None:

@@ -34,7 +34,9 @@ def test_log_level_shows_what_was_loaded(checkpoints: Checkpoints) -> None:
     assert "INFO speculant.models.weights.load: target " in shown
     assert "INFO speculant.models.weights.load: draft " in shown
     assert "INFO speculant.engine.memory: paged cache: " in shown
-    assert "INFO speculant.engine.build: speculation is on: fallback, adaptive length" in shown
+    assert (
+        "INFO speculant.engine.build: speculation is on: suffix, prompt_lookup, draft_model (method fallback)" in shown
+    )
 
 
 def test_log_level_lets_records_of_loading_through(checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:

@@ -271,6 +271,17 @@ def test_a_file_with_named_templates_uses_the_one_for_tools(tmp_path: Path) -> N
     assert (tokenizer.template_for(tools=False), tokenizer.template_for(tools=True)) == ("x", "y")
 
 
+@pytest.mark.parametrize(("own", "beside", "expected"), [(None, "b", "b"), ("x", "b", "x"), (None, None, None)])
+def test_a_file_without_a_template_gets_the_one_beside_it(
+    tmp_path: Path, own: str | None, beside: str | None, expected: str | None
+) -> None:
+    metadata = bytes_alone("gpt-2", "ab") | {f"{KEY}.merges": ["a b"]}
+    file = write(metadata | ({} if own is None else {"tokenizer.chat_template": own}), tmp_path / "a.gguf")
+    if beside is not None:
+        (tmp_path / "chat_template.jinja").write_text(beside, encoding="utf-8")
+    assert Tokenizer.load(file).chat_template == expected
+
+
 def test_a_stored_tokenizer_json_takes_precedence() -> None:
     stored = byte_level().backend
     metadata = bytes_alone("gpt-9", eos_token_id=5) | {"tokenizer.huggingface.json": stored.to_str()}

@@ -117,6 +117,8 @@ function showModel({ id, max_model_len: longest, chat, speculation }) {
   element("no-chat").hidden = chat;
   element("key-form").hidden = true;
   if (first) {
+    // The embedded model has a chat template, but was not trained to converse.
+    element(chat && id !== "demo" ? "chat" : "completion").checked = true;
     element("tokens").max = longest;
     element("tokens").value = Math.min(128, Math.ceil(longest / 2));
     clear();

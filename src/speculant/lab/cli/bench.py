@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typing_extensions import override
 
 from speculant.cli import (
     EngineFlags,
+    Model,
+    WholeSummaries,
     accepts_flags,
     accepts_log_level,
     command_group,
@@ -38,16 +41,16 @@ if TYPE_CHECKING:
 
 MANY, FEW = 32, 4  # default numbers of prompts that run together, and one at a time
 THROUGHPUT_EXAMPLES = examples(
-    "speculant bench throughput --model demo --draft-model demo",
-    "speculant bench throughput --model demo --draft-model demo --num-prompts 32 --max-num-seqs 32 --sequential",
-    "speculant bench throughput --model ./llama --draft-model ./llama-small --prompts random --prompt-length 512",
-    "speculant bench throughput --model ./llama --prompts prompts.jsonl --request-rate 4 --json",
+    "speculant bench throughput demo --draft-model demo",
+    "speculant bench throughput demo --draft-model demo --num-prompts 32 --max-num-seqs 32 --sequential",
+    "speculant bench throughput ./llama --draft-model ./llama-small --prompts random --prompt-length 512",
+    "speculant bench throughput ./llama --prompts prompts.jsonl --request-rate 4 --json",
 )
 LATENCY_EXAMPLES = examples(
-    "speculant bench latency --model demo --draft-model demo",
-    "speculant bench latency --model demo --draft-model demo --prompt-length 64 --prompt-length 512 --max-tokens 64",
-    "speculant bench latency --model ./llama --speculative-config method=ngram --prompts prompts.txt --json",
-    "speculant bench latency --model ./llama --draft-model ./llama-small --prompts spec_bench.jsonl --num-prompts 26",
+    "speculant bench latency demo --draft-model demo",
+    "speculant bench latency demo --draft-model demo --prompt-length 64 --prompt-length 512 --max-tokens 64",
+    "speculant bench latency ./llama --speculative-config method=ngram --prompts prompts.txt --json",
+    "speculant bench latency ./llama --draft-model ./llama-small --prompts spec_bench.jsonl --num-prompts 26",
 )
 COMPARE_EXAMPLES = examples(
     "speculant bench compare demo --draft-model demo",
@@ -63,7 +66,7 @@ SWEEP_EXAMPLES = examples(
     "speculant bench sweep ./llama --draft-model ./llama-small --batch 1 --batch 4 --batch 16 --report sweep.html",
 )
 HISTORY_EXAMPLES = examples(
-    "speculant bench latency --model demo --draft-model demo --history history.jsonl",
+    "speculant bench latency demo --draft-model demo --history history.jsonl",
     "speculant bench history history.jsonl",
     "speculant bench history --json",
 )
@@ -71,9 +74,8 @@ HISTORY = "benchmarks/results/history.jsonl"
 EXIT_SLOWER = 1
 STYLES = {"slower": "bold red", "faster": "bold green", "unchanged": None}
 NAMES = ("throughput", "latency", "compare", "sweep", "serve", "history", "quality")
-EXAMPLES = examples(*(f"speculant bench {name} --help" for name in NAMES))
+EXAMPLES = examples("speculant bench demo --draft-model demo", *(f"speculant bench {name} --help" for name in NAMES))
 
-Target = Annotated[str | None, typer.Argument(metavar="MODEL", help="The model: a folder, GGUF file, hub id or demo.")]
 Prompts = Annotated[
     str,
     typer.Option(
@@ -116,7 +118,18 @@ Batches = Annotated[
 ]
 
 
-app = command_group(epilog=EXAMPLES)
+class ModelOrCommand(WholeSummaries):
+    """Commands; a model in place of a command is measured by `latency`."""
+
+    @override
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        first = args[0] if args else "--help"
+        is_option = first.startswith("-") and first not in ("-h", "--help")
+        named = is_option or first == "demo" or "/" in first or Path(first).exists()
+        return super().parse_args(ctx, ["latency", *args] if named and first not in self.commands else args)
+
+
+app = command_group(ModelOrCommand, epilog=EXAMPLES)
 
 
 @dataclass(frozen=True)
@@ -154,6 +167,8 @@ def bench() -> None:
 
     Both modes run in turn, round by round. Medians, quartiles and their ratio are printed, and whether
     both gave the same tokens. Without a drafter only plain decoding is measured.
+
+    `speculant bench MODEL` is `speculant bench latency MODEL`.
     """
 
 
@@ -161,6 +176,7 @@ def bench() -> None:
 @accepts_log_level
 @accepts_flags
 def throughput(
+    target: Model = None,
     prompts: Prompts = CODE,
     num_prompts: Number = None,
     prompt_lengths: PromptLengths = None,
@@ -178,6 +194,7 @@ def throughput(
     It also shows steps, tokens per step, acceptance, preemptions, prompt tokens found in the prefix
     cache and the largest number of cache blocks in use. Each figure is a median over the rounds, with quartiles.
     """
+    engine.name_model(target)
     configs = [WorkloadConfig(prompts, num_prompts, length, request_rate) for length in _each(prompt_lengths)]
     _run(Plan("throughput", configs, MANY, rounds, output.files(), alone_too=sequential), sampling, engine, as_json)
 
@@ -186,6 +203,7 @@ def throughput(
 @accepts_log_level
 @accepts_flags
 def latency(
+    target: Model = None,
     prompts: Prompts = CODE,
     num_prompts: FewNumber = None,
     prompt_lengths: PromptLengths = None,
@@ -201,6 +219,7 @@ def latency(
     A step commits its tokens together, so with speculation many gaps are 0: the mean measures how fast
     the text grows, the percentiles how evenly.
     """
+    engine.name_model(target)
     configs = [WorkloadConfig(prompts, num_prompts, length) for length in _each(prompt_lengths)]
     _run(Plan("latency", configs, FEW, rounds, output.files(), alone=True), sampling, engine, as_json)
 
@@ -231,7 +250,7 @@ def _run(plan: Plan, sampling: BenchSampling, engine: EngineFlags, as_json: bool
 @accepts_log_level
 @accepts_flags
 def compare(
-    target: Target = None,
+    target: Model = None,
     methods: Methods = None,
     lengths: DraftLengths = None,
     settings: Settings = None,
@@ -277,7 +296,7 @@ def compare(
 @accepts_log_level
 @accepts_flags
 def sweep(
-    target: Target = None,
+    target: Model = None,
     lengths: SweptLengths = None,
     batches: Batches = None,
     prompts: Prompts = CODE,

@@ -10,7 +10,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from speculant.cli import EXIT_INTERRUPTED, examples, fetch, plain_table, print_json, progress, results
+from speculant.cli import (
+    EXIT_INTERRUPTED,
+    NamedModel,
+    examples,
+    fetch,
+    model_first,
+    plain_table,
+    print_json,
+    progress,
+    results,
+)
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.lab.cli.bench_io import AsJson
@@ -27,7 +37,9 @@ EXAMPLES = examples(
 )
 CONTEXT, TOKENS = 512, 16384
 
-Reference = Annotated[str, typer.Argument(metavar="A", help="The reference: a folder, GGUF file, hub id or demo.")]
+Reference = Annotated[
+    str | None, typer.Argument(metavar="A", help="The reference: a folder, GGUF file, hub id or demo.")
+]
 Judged = Annotated[str | None, typer.Argument(metavar="B", help="The model that is judged [default: A's files].")]
 Text = Annotated[Path | None, typer.Option("--text", help="A UTF-8 file with the text.")]
 Context = Annotated[int, typer.Option(help="Tokens of a chunk; its first half is not scored.")]
@@ -46,8 +58,9 @@ Device = Annotated[str | None, typer.Option(help="Where to compute both: cpu, cu
 
 
 def quality(
-    reference: Reference,
+    reference: Reference = None,
     judged: Judged = None,
+    named: NamedModel = None,
     text: Text = None,
     context: Context = CONTEXT,
     tokens: Tokens = TOKENS,
@@ -68,11 +81,12 @@ def quality(
     find the same token likeliest, and both perplexities. Chunks are cut and scored as in llama-perplexity, so figures
     can be compared with llama.cpp's. Ctrl-C shows the figures so far.
     """
+    model_a, model_b = model_first(named, reference, judged, needed=("model",))
     if text is None:
         raise ConfigError("no text was given", "add --text FILE with a text to read, best of 10,000 tokens or more.")
     sides = [
         _config(
-            reference,
+            model_a,
             device,
             dtype=dtype_a,
             quantization=quantization_a,
@@ -80,7 +94,7 @@ def quality(
             kv_cache_dtype=kv_cache_dtype_a,
         ),
         _config(
-            judged or reference,
+            model_b or model_a,
             device,
             dtype=dtype_b,
             quantization=quantization_b,

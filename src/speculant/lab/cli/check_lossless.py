@@ -10,6 +10,7 @@ from rich.console import Console
 
 from speculant.cli import (
     EngineFlags,
+    Model,
     Parts,
     SamplingFlags,
     accepts_flags,
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "speculant check-lossless",
     "speculant check-lossless --verification rejection --temperature 0.8 --top-p 0.95 --texts 256",
-    "speculant check-lossless --model ./llama --draft-model ./llama-small --spec-length 4 --json",
-    "speculant check-lossless --model ./llama --method ngram --prompt 'def read(path):' --prompt 'import os'",
+    "speculant check-lossless ./llama --draft-model ./llama-small --spec-length 4 --json",
+    "speculant check-lossless ./llama --method ngram --prompt 'def read(path):' --prompt 'import os'",
     """speculant check-lossless --speculative-config '{"model": "demo", "tree": [2, 1]}'""",
 )
 EXIT_FAILED = 1
@@ -86,6 +87,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON."
 
 @accepts_flags
 def check_lossless(
+    target: Model = None,
     prompts: Prompts = None,
     method: Method = None,
     verification: Verification = None,
@@ -102,6 +104,7 @@ def check_lossless(
     follow the target's distribution, and prints the smallest shift that the test can detect. Compares
     greedy and seeded texts with and without speculation. The exit code is 1 if any of these fails.
     """
+    engine.name_model(target)
     params = sampling.params()
     config = EngineConfig.from_arguments(**{"use_speculative_decoding": True} | engine.arguments(method, verification))
     _check_settings(config, params, {"cases": cases, "texts": texts})

@@ -44,10 +44,13 @@ VERDICTS = {True: "bold green", False: "bold red", None: "bold yellow"}  # style
 BEST = "bold green"
 
 
-class PairFlags(EngineFlags):
-    """The flags for computing both models; the result names the others."""
+COMPUTED = ("dtype", "device", "kernels", "quantization")  # flags that say how the models are computed
 
-    left_out = frozenset(EngineFlags.names()) - {"dtype", "device", "kernels", "quantization"}
+
+class PairFlags(EngineFlags):
+    """The models and the flags for computing both; the result names the others."""
+
+    left_out = frozenset(EngineFlags.names()) - {"model", "draft_model", *COMPUTED}
 
 
 class PairSampling(SamplingFlags):
@@ -57,8 +60,8 @@ class PairSampling(SamplingFlags):
     defaults: ClassVar[Mapping[str, object]] = {"temperature": 0}
 
 
-Target = Annotated[str, typer.Argument(help="The target: a folder or GGUF file, a Hugging Face id, or demo.")]
-Draft = Annotated[str | None, typer.Argument(help="The draft model or head: a folder or GGUF file, an id, or demo.")]
+Target = Annotated[str | None, typer.Argument(metavar="TARGET", help="As --model: the target.")]
+Draft = Annotated[str | None, typer.Argument(metavar="DRAFT", help="As --draft-model: the draft model or head.")]
 Method = Annotated[
     str | None, typer.Option(help="How it drafts, such as medusa, eagle or early_exit [default: as a draft model].")
 ]
@@ -69,7 +72,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was 
 
 @accepts_flags
 def check_pair(
-    target: Target,
+    target: Target = None,
     draft: Draft = None,
     method: Method = None,
     prompts: Prompts = CODE,
@@ -89,12 +92,15 @@ def check_pair(
     """
     if tokens < FEWEST_TOKENS:
         raise ConfigError(f"tokens={tokens} is too few to measure", f"use --tokens {FEWEST_TOKENS} or more.")
-    if draft is None and method is None:
+    if "model" in engine.typed and draft is None:
+        target, draft = None, target  # the only argument is the draft
+    engine.name_model(target)
+    engine.name_draft(draft)
+    values = engine.values()
+    if "draft_model" not in values and method is None:
         raise ConfigError("no draft is named", "give a draft model after the target, or --method with a head.")
     speculative = None if method is None else {"method": method}
-    config = EngineConfig.from_arguments(
-        model=target, draft_model=draft, speculative_config=speculative, **engine.parsed()
-    )
+    config = EngineConfig.from_arguments(**values, speculative_config=speculative)
     params = replace(sampling.params(SamplingParams(temperature=0.0)), max_tokens=tokens)
     workload = WorkloadConfig(prompts)
     fetch(config)
@@ -178,7 +184,7 @@ def _flags(config: EngineConfig, findings: Findings) -> str:
     given = {"model": config.model, "draft-model": config.draft_model, "spec-length": findings.length}
     given = {name: value for name, value in given.items() if value is not None}
     usual = EngineConfig(config.model)
-    for name in PairFlags.names():
+    for name in COMPUTED:
         if getattr(config, name) != getattr(usual, name):
             given[name] = getattr(config, name)
     if config.speculative_config:

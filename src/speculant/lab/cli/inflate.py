@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from speculant.cli import examples, messages, print_json, progress
+from speculant.cli import NamedModel, examples, messages, model_first, print_json, progress
 from speculant.errors import ConfigError, suggest
 
 if TYPE_CHECKING:
@@ -25,9 +25,10 @@ EXAMPLES = examples(
 
 def inflate(
     model: Annotated[
-        str, typer.Argument(help="A model: a folder, a Hugging Face id or demo. Or the folder of a head.")
-    ],
-    out: Annotated[Path, typer.Argument(help="The folder to write, a new or empty one.")],
+        str | None, typer.Argument(help="A model: a folder, a Hugging Face id or demo. Or the folder of a head.")
+    ] = None,
+    out: Annotated[str | None, typer.Argument(help="The folder to write, a new or empty one.")] = None,
+    named: NamedModel = None,
     shape: Annotated[
         str | None, typer.Option(help="A shape by name: 50m, 1b or 3b. Left out: the model's own.")
     ] = None,
@@ -50,20 +51,21 @@ def inflate(
     from speculant.lab.inflation import head_kind, inflate as inflate_model, inflate_head
     from speculant.models import embedded_heads, resolve_folder
 
-    heads = embedded_heads()
+    target, place = model_first(named, model, out, needed=("model", "folder to write"))
+    written, heads = Path(place), embedded_heads()
     if role not in (roles := ["target", "draft", *heads]):
         raise ConfigError(f"the role {role!r} is unknown", suggest(role, roles))
     sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_hidden_layers": layers}
-    folder = resolve_folder(model, f"heads/{role}" if role in heads else role)
+    folder = resolve_folder(target, f"heads/{role}" if role in heads else role)
     is_head = head_kind(folder) is not None
     wanted = _shape(folder, is_head, shape, {name: size for name, size in sizes.items() if size is not None})
-    with progress(f"Writing {out}"):
-        (inflate_head if is_head else inflate_model)(folder, out, wanted, noise)
-    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    with progress(f"Writing {written}"):
+        (inflate_head if is_head else inflate_model)(folder, written, wanted, noise)
+    size = sum(file.stat().st_size for file in written.glob("*.safetensors"))
     if as_json:
-        print_json({"folder": str(out), "bytes": size, "noise": noise, **_written_sizes(out)})
+        print_json({"folder": str(written), "bytes": size, "noise": noise, **_written_sizes(written)})
     else:
-        messages().print(f"{out}: {size / 2**20:,.0f} MiB, the function of {model} at the cost of its shape")
+        messages().print(f"{written}: {size / 2**20:,.0f} MiB, the function of {target} at the cost of its shape")
 
 
 def _shape(folder: Path, is_head: bool, name: str | None, sizes: Mapping[str, int]) -> Shape:

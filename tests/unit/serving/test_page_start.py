@@ -1,0 +1,57 @@
+"""What the page shows first, with a document of stubs in node: a model that chats is asked in a chat."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NODE = shutil.which("node")
+PAGE = files("speculant") / "assets" / "page"
+HARNESS = """
+const iterate = [][Symbol.iterator].bind([]);
+const stub = (own = {}) => new Proxy(own, { get(known, name) {
+  if (name in known) return known[name];
+  if (name === Symbol.iterator) return iterate;
+  return (known[name] = name === "value" ? "" : stub(() => stub()));
+} });
+const elements = {};
+const radios = ["chat", "completion"];
+const element = (id) => elements[id] ??= stub({ value: id === "chat" ? "chat" : "completion", checked: false });
+globalThis.document = stub({
+  hidden: false, getElementById: element, createElement: () => stub(), addEventListener: () => {},
+  querySelector: (text) => text.includes(":checked") ? element(radios.find((id) => element(id).checked)) : stub(),
+});
+globalThis.Option = function () {};
+globalThis.fetch = async () => ({ ok: true, json: async () => ({ data: [given.model] }) });
+element("completion").checked = true;
+await import(given.page);
+await new Promise((resolve) => setTimeout(resolve, 20));
+"""
+
+
+@pytest.mark.skipif(NODE is None, reason="node is not installed")
+@pytest.mark.parametrize(
+    ("model", "chats"),
+    [
+        ({"id": "qwen", "chat": True}, True),
+        ({"id": "base", "chat": False}, False),
+        ({"id": "demo", "chat": True}, False),
+    ],
+)
+def test_page_begins_with_a_chat_where_the_model_was_trained_for_one(
+    model: dict[str, Any], chats: bool, tmp_path: Path
+) -> None:
+    for name in ("page.js", "measure.js"):
+        (tmp_path / name).write_text((PAGE / name).read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "package.json").write_text('{"type": "module"}', encoding="utf-8")
+    given = {"page": (tmp_path / "page.js").as_uri(), "model": {"max_model_len": 64, **model}}
+    script = f"const given = {json.dumps(given)};{HARNESS}console.log(element('chat').checked)"
+    command = [str(NODE), "--input-type=module", "--eval", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.stderr, done.stdout.strip()) == ("", str(chats).lower())
