@@ -181,12 +181,13 @@ TREES: dict[str, Way] = {
         for name, tree in (("two deep", [2, 1]), ("uneven", [[0], [1], [0, 0]]))
     },
 }
-for branching in [name for name, way in CHAINS.items() if name in ("merge", "specinfer")]:
+for branching in [name for name, way in CHAINS.items() if name in ("merge", "specinfer", "token_recycling")]:
     TREES[branching] = CHAINS.pop(branching)
 QUICK = {  # the rule of a tree in `make test`; the smallest one has all rules, and test_rules.py has all shapes
     "three": "match", "two deep": "multi_draft", "uneven": "traversal", "two draws": "multi_draft",
     "three draws": "traversal", "one pass": "match", "merge": "traversal", "merge of lookups": "match",
     "fallback to trees": "traversal", "cascade of trees": "multi_draft", "specinfer": "multi_draft",
+    "token_recycling": "traversal",
     "eagle3 uneven": "traversal", "peagle uneven": "multi_draft",
 }  # fmt: skip
 
