@@ -216,20 +216,10 @@ class EngineFlags(FlagGroup):
 
     def name_model(self, model: str | None) -> None:
         """Use a command's argument MODEL as --model. Raises ConfigError if both are given and differ."""
-        self._name("model", model)
-
-    def name_draft(self, draft: str | None) -> None:
-        """Use a command's argument DRAFT as --draft-model. Raises ConfigError if both are given and differ."""
-        self._name("draft_model", draft)
-
-    def _name(self, field: str, value: str | None) -> None:
-        if value is not None:
-            variable = f"SPECULANT_{field.upper()}"
-            if self.given.get(field, value) != value and variable not in os.environ:
-                raise ConfigError(
-                    f"the {field.replace('_', ' ')} is named twice", f"leave out --{field.replace('_', '-')}."
-                )
-            self.given[field] = value
+        if model is not None:
+            if self.given.get("model", model) != model and "SPECULANT_MODEL" not in os.environ:
+                raise ConfigError("the model is named twice", "leave out --model.")
+            self.given["model"] = model
 
     def environment(self) -> dict[str, str]:
         """Return the given values as environment variables for another process."""
@@ -257,7 +247,7 @@ def model_first(named: str | None, *arguments: str | None, needed: Sequence[str]
     """
     given = [each for each in (named, *arguments) if each is not None]
     if len(given) > len(arguments):
-        raise ConfigError("the model is named twice", "leave out --model.")
+        raise ConfigError("the model is named twice", "name it once.")
     if len(given) < len(needed):
         raise ConfigError(f"no {needed[len(given)]} was named", "--help shows the arguments, with examples.")
     return [*given, *[None] * (len(arguments) - len(given))]

@@ -88,10 +88,8 @@ def test_bench_of_a_model_measures_its_latency(checkpoints: Checkpoints) -> None
 
 
 def test_a_server_gets_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    from speculant.cli import serve
-
     got: list[dict[str, Any]] = []
-    monkeypatch.setattr(serve, "run", lambda values, *_: got.append(values))
+    monkeypatch.setattr("speculant.cli.serve.run", lambda values, *_: got.append(values))
     invoke("serve", "demo", "--chat-template", "{{ messages }}")
     invoke("serve", "demo")
     assert [each.get("chat_template") for each in got] == ["{{ messages }}", None]

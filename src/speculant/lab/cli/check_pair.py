@@ -16,6 +16,7 @@ from speculant.cli import (
     accepts_flags,
     examples,
     fetch,
+    model_first,
     plain_table,
     print_json,
     progress_of_parts,
@@ -50,7 +51,7 @@ COMPUTED = ("dtype", "device", "kernels", "quantization")  # flags that say how 
 class PairFlags(EngineFlags):
     """The models and the flags for computing both; the result names the others."""
 
-    left_out = frozenset(EngineFlags.names()) - {"model", "draft_model", *COMPUTED}
+    left_out = frozenset(EngineFlags.names()) - {"model", *COMPUTED}
 
 
 class PairSampling(SamplingFlags):
@@ -61,7 +62,10 @@ class PairSampling(SamplingFlags):
 
 
 Target = Annotated[str | None, typer.Argument(metavar="TARGET", help="As --model: the target.")]
-Draft = Annotated[str | None, typer.Argument(metavar="DRAFT", help="As --draft-model: the draft model or head.")]
+Draft = Annotated[
+    str | None, typer.Argument(metavar="DRAFT", help="The draft model or head: a folder or file, an id, or demo.")
+]
+NamedDraft = Annotated[str | None, typer.Option("--draft-model", help="The draft, in place of the argument.")]
 Method = Annotated[
     str | None, typer.Option(help="How it drafts, such as medusa, eagle or early_exit [default: as a draft model].")
 ]
@@ -74,6 +78,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print everything that was 
 def check_pair(
     target: Target = None,
     draft: Draft = None,
+    named_draft: NamedDraft = None,
     method: Method = None,
     prompts: Prompts = CODE,
     tokens: Tokens = 64,
@@ -92,15 +97,13 @@ def check_pair(
     """
     if tokens < FEWEST_TOKENS:
         raise ConfigError(f"tokens={tokens} is too few to measure", f"use --tokens {FEWEST_TOKENS} or more.")
-    if "model" in engine.typed and draft is None:
-        target, draft = None, target  # the only argument is the draft
+    target, draft = model_first(engine.given["model"] if "model" in engine.typed else None, target, draft)
     engine.name_model(target)
-    engine.name_draft(draft)
-    values = engine.values()
-    if "draft_model" not in values and method is None:
+    values, (draft,) = engine.values(), model_first(named_draft, draft)
+    if draft is None and method is None:
         raise ConfigError("no draft is named", "give a draft model after the target, or --method with a head.")
     speculative = None if method is None else {"method": method}
-    config = EngineConfig.from_arguments(**values, speculative_config=speculative)
+    config = EngineConfig.from_arguments(**values, draft_model=draft, speculative_config=speculative)
     params = replace(sampling.params(SamplingParams(temperature=0.0)), max_tokens=tokens)
     workload = WorkloadConfig(prompts)
     fetch(config)
