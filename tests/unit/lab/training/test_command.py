@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from speculant.errors import ConfigError
 from speculant.lab.cli import train
-from speculant.lab.training import LanguageRun, TrainingConfig
+from speculant.lab.cli.progress import _line
+from speculant.lab.training import LanguageRun, TrainingConfig, TrainingReport
 from tests.unit.lab.training.runs import prepare
 
 SMALL = (
@@ -39,6 +40,14 @@ def test_a_target_and_its_draft_are_trained_by_two_commands(corpus_folder: Path,
     run = runner.invoke(train.app, [*distil, *SMALL])
     assert isinstance(run.exception, ConfigError)
     assert "--resume" in str(run.exception)
+
+
+def test_the_time_left_is_shown_from_the_second_step_on(config: TrainingConfig) -> None:
+    _, trainer = prepare(LanguageRun(config))
+    for progress, shown in ((0.0, False), (0.25, True)):
+        line = _line(trainer, TrainingReport(1, 9.0, progress, 1000.0, 30.0))
+        assert ("2 min left" in line) == shown
+        assert ("min left" in line) == shown
 
 
 @pytest.mark.parametrize(
