@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 # A name is imported when it is first used, so that `import speculant` alone does not load torch.
-__getattr__, __dir__, __all__ = lazy_loader.attach(
+_attached, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "config": ["EngineConfig"],
@@ -64,3 +64,21 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "verification": ["Speculated", "iterative_speculative_sample", "speculate"],
     },
 )
+_ABSENT = {  # classes of vLLM that scripts import, and what takes their place
+    "AsyncEngineArgs": "give its arguments to AsyncEngine",
+    "AsyncLLM": "use AsyncEngine, whose `stream` and `generate` answer requests",
+    "AsyncLLMEngine": "use AsyncEngine, whose `stream` and `generate` answer requests",
+    "EngineArgs": "give its arguments to LLM",
+    "GuidedDecodingParams": "use StructuredOutputsParams",
+    "KVTransferConfig": "keys and values stay in this process",
+    "LLMEngine": "use LLM.generate, LLM.stream or AsyncEngine",
+    "LoRARequest": "merge the adapter into the weights and load those",
+    "PoolingParams": "models here complete text, and do nothing else",
+    "RequestOutputKind": "use LLM.stream or AsyncEngine.stream for single tokens",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _ABSENT:
+        raise ImportError(f"speculant has no {name}: {_ABSENT[name]} (docs/vllm.md)", name=__name__)
+    return _attached(name)

@@ -25,6 +25,10 @@ class ConfigError(SpeculantError, ValueError):
     """A configuration or sampling parameter that is out of range, unknown or contradictory."""
 
 
+class AbsentError(ConfigError, AttributeError):
+    """A method of another program that is absent here; `hasattr` is False."""
+
+
 class ModelError(SpeculantError, ValueError):
     """A checkpoint that can't be loaded: missing, malformed, unsafe or of an unknown kind."""
 

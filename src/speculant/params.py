@@ -116,6 +116,18 @@ def _reads_foreign(cls: type[_T]) -> type[_T]:
     return cls
 
 
+def _changeable(cls: type[_T]) -> type[_T]:
+    """Let a setting of an object be changed, as vLLM's users do: the others stay, and all are checked again."""
+
+    def change(self: Any, name: str, value: object) -> None:
+        made = dataclasses.replace(self, **{name: value})
+        vars(self).clear()  # with what was computed from the old settings
+        vars(self).update(vars(made))
+
+    cls.__setattr__ = change  # type: ignore[assignment, method-assign]
+    return cls
+
+
 def _without_foreign(values: dict[str, Any]) -> dict[str, Any]:
     known = SamplingParams.__dataclass_fields__
     for name in [name for name in values if name not in known]:
@@ -125,6 +137,7 @@ def _without_foreign(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+@_changeable
 @_reads_foreign
 @dataclass(frozen=True)
 class SamplingParams:
@@ -140,6 +153,8 @@ class SamplingParams:
     the output ends with its other tokens. allowed_token_ids: the only allowed tokens, including end tokens; None = all.
     detokenize: False makes no text, so stop strings are not possible. truncate_prompt_tokens: keep only this many
     tokens at the end of a prompt; -1 = as many as the context holds together with max_tokens.
+
+    A setting may be changed by an assignment, which has no effect on requests that were made before.
 
     A `seed` fixes the text: it is the same with speculation on or off, alone or in any batch.
     `speculation` overrides the engine per request: False turns it off, a mapping may set `method`,
@@ -297,9 +312,13 @@ class SamplingParams:
         assert isinstance(self.speculation, Mapping), "there is no prediction"
         return dataclasses.replace(self, speculation=dict(self.speculation, prediction=tokens))
 
-    def clone(self) -> SamplingParams:
-        """Return a copy. Settings can't be changed, so a copy is only needed by code for other engines."""
-        return dataclasses.replace(self)
+    def clone(self, **changes: Any) -> SamplingParams:
+        """Return a copy with other values of some settings. Raises ConfigError as the constructor does."""
+        if changes:
+            return dataclasses.replace(self, **changes)
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:

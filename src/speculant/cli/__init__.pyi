@@ -43,7 +43,12 @@ from .flags import (
 )
 from .generate import fetch as fetch, figures as figures, read_prompt as read_prompt
 from .main import all_commands as all_commands, app as app
-from .serve import LISTENING as LISTENING, LinePrinter as LinePrinter, ServerFlags as ServerFlags
+from .serve import (
+    LISTENING as LISTENING,
+    LinePrinter as LinePrinter,
+    ServerFlags as ServerFlags,
+    VllmFlags as VllmFlags,
+)
 from .terminal import (
     Bar as Bar,
     Parts as Parts,

@@ -286,7 +286,7 @@ def parse_mapping(flag: str, text: str) -> dict[str, Any]:
     pairs = [pair.partition("=") for pair in text.split(",")]
     if any(not (key.strip() and equals) for key, equals, _ in pairs):
         raise ConfigError(f"{flag} {text!r} is not KEY=VALUE,...", "write key=value pairs or a JSON object.")
-    return {key.strip(): _parse_value(value.strip()) for key, _, value in pairs}
+    return {key.strip(): parse_value(value.strip()) for key, _, value in pairs}
 
 
 def _parse_object(flag: str, text: str) -> dict[str, Any]:
@@ -299,7 +299,8 @@ def _parse_object(flag: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _parse_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
+    """Read a value: JSON if it is valid, else text."""
     try:
         return _parse_json(text)
     except ValueError:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO
 
 import typer
 from typing_extensions import override
 
-from speculant.cli.flags import ChatTemplate, EngineFlags, FlagGroup, accepts_flags
+from speculant.cli.flags import ChatTemplate, EngineFlags, FlagGroup, accepts_flags, parse_value
 from speculant.cli.generate import fetch, given_template
 from speculant.cli.terminal import end_at_once, examples, messages
 from speculant.config import EngineConfig
+from speculant.engine import (
+    RENAMED,
+    RULES,
+    SERVER_RULES,
+    SHORT,
+    SWITCHES,
+    TOOL_PARSERS,
+    configured,
+    read_arguments,
+)
 from speculant.errors import ConfigError
 from speculant.gguf_file import name_of
 from speculant.scale import REPLICA_FIELDS, ReplicaOptions, check_ray, replica_range
@@ -50,6 +61,13 @@ class ServerFlags(FlagGroup):
     metrics_without_key: Annotated[bool, "Answer /metrics to clients without a key, for gateways that send none."]
     per_request_spec_decode_metrics: Annotated[str, "Figures on speculation in responses: none, summary or detailed."]
     tool_parser: Annotated[str, "Format of tool calls [default: that of the chat template]."]
+    root_path: Annotated[str, "Prefix of paths that a proxy leaves in its requests, such as /llm."]
+    ssl_certfile: Annotated[str, "Certificate in PEM, for HTTPS."]
+    ssl_keyfile: Annotated[str, "Its key in PEM [default: in the certificate's file]."]
+    ssl_keyfile_password: Annotated[str, "Password of the key."]
+    ssl_ca_certs: Annotated[str, "Certificates in PEM that sign those of clients."]
+    ssl_cert_reqs: Annotated[int, "Certificates of clients: 0 = none, 1 = checked if sent, 2 = needed."]
+    ssl_ciphers: Annotated[str, "Ciphers of HTTPS, in OpenSSL's form."]
     access_log: Annotated[str, "Print a line for each request: none, text or json."]
     otlp_endpoint: Annotated[str, "OpenTelemetry collector that gets traces, such as http://localhost:4318."]
     max_body_bytes: Annotated[int, "The most bytes of a body."]
@@ -78,7 +96,10 @@ class ServerFlags(FlagGroup):
     client_header: Annotated[str, "Header in which a trusted proxy names its users, such as X-OpenWebUI-User-Id."]
     priority_range: Annotated[str, "LOW:HIGH, the priorities that requests may have [default: they have no effect]."]
 
-    aliases: ClassVar[Mapping[str, str]] = {"otlp_endpoint": "--otlp-traces-endpoint"}  # vLLM's name
+    aliases: ClassVar[Mapping[str, str]] = {  # vLLM's names
+        "otlp_endpoint": "--otlp-traces-endpoint",
+        "tool_parser": "--tool-call-parser",
+    }
     renamed: ClassVar[Mapping[str, str]] = {
         "api_keys": "api_key",
         "served_model_names": "served_model_name",
@@ -96,6 +117,8 @@ class ServerFlags(FlagGroup):
             values["api_keys"] = (key,)
         if "priority_range" in values:
             values["priority_range"] = _range(values["priority_range"])
+        if "tool_parser" in values:
+            values["tool_parser"] = TOOL_PARSERS.get(values["tool_parser"], values["tool_parser"])
         return ServerOptions(**values)
 
 
@@ -130,6 +153,42 @@ class ReplicaFlags(FlagGroup):
         return ReplicaOptions(**{**self.given, "replicas": replica_range(self.given["replicas"])})
 
 
+class VllmFlags(FlagGroup):
+    """vLLM's further arguments: those of `LLM`, and those of its server alone. The help does not list them."""
+
+    switches: ClassVar[Collection[str]] = SWITCHES
+    honoured: ClassVar[Collection[str]] = ("generation_config", "override_generation_config", "seed", *RENAMED)
+
+    @classmethod
+    @override
+    def names(cls) -> list[str]:
+        served = {*ServerFlags.names(), *ServerFlags.renamed.values()}
+        return [name for name in (*cls.honoured, *RULES, *SERVER_RULES) if name not in served]
+
+    @classmethod
+    @override
+    def parameters(cls) -> Iterator[inspect.Parameter]:
+        for name in cls.names():
+            flag = f"--{name.replace('_', '-')}"
+            both = f"{flag}/--no-{flag[2:]}" if name in cls.switches else flag
+            option = typer.Option(*filter(None, (both, SHORT.get(name))), hidden=True)
+            kind = bool if name in cls.switches else str
+            yield inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+            )
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `AsyncEngine`, and say which others have no effect. Raises ConfigError."""
+        values = {name: parse_value(value) if isinstance(value, str) else value for name, value in self.given.items()}
+        useless = [name for name in values if name not in self.honoured]
+        for name in useless:
+            {**RULES, **SERVER_RULES}[name].check(f"--{name.replace('_', '-')}", values.pop(name))
+        if useless:
+            shown = ", ".join(f"--{name.replace('_', '-')}" for name in useless)
+            messages().print(f"without effect here (docs/vllm.md): {shown}", style="dim")
+        return values
+
+
 @accepts_flags
 def serve(
     target: Annotated[
@@ -141,15 +200,18 @@ def serve(
     server: ServerFlags,
     engine: EngineFlags,
     replicas: ReplicaFlags,
+    vllm: VllmFlags,
 ) -> None:
     """Serve a model over HTTP, in the shape of OpenAI's API.
 
     /health answers while the model loads. After SIGTERM or Ctrl-C the server ends once the running requests have
     ended. Ctrl-C during loading ends it at once.
+
+    vLLM's other flags are read too (docs/vllm.md).
     """
     engine.name_model(target)
-    values, options = engine.values(), server.options()
-    config, template = EngineConfig.from_arguments(**values), given_template(chat_template)
+    values, options = read_arguments({**engine.values(), **vllm.arguments()}), server.options()
+    config, template = EngineConfig.from_arguments(**configured(values)), given_template(chat_template)
     values |= {} if template is None else {"chat_template": template}
     run(values, options, config, replicas.options())
 

@@ -53,9 +53,14 @@ def command_group(kind: type[WholeSummaries] = WholeSummaries, **settings: Any) 
         add_completion=False,
         rich_markup_mode=None,  # rich truncates long flags
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _with_hyphens},
         **settings,
     )
+
+
+def _with_hyphens(name: str) -> str:
+    """Return a flag with hyphens; scripts for other programs also write `--max_model_len`."""
+    return name.replace("_", "-")
 
 
 def examples(*commands: str) -> str:

@@ -41,6 +41,7 @@ from .heads.folder import (
     Role as Role,
     check_kind as check_kind,
     head_parts as head_parts,
+    named_kind as named_kind,
 )
 from .heads.future import UNKNOWN as UNKNOWN, product_tree as product_tree
 from .heads.hidden import HiddenDrafter as HiddenDrafter, HiddenStateRunner as HiddenStateRunner, Pending as Pending

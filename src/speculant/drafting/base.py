@@ -57,6 +57,7 @@ class Method:
     varies: the length of its drafts depends on what it finds, not only on the limit.
     reads_masks: its model must have been trained to predict several tokens in one pass, and has a mask token.
     uses_head: its model is a head, whose matrices are multiplied on the kernels of the target.
+    in_target: its head may be among the target's weights, and is looked for there if no model is named.
 
     The roles of methods (which one is the default, which look drafts up in text) are in drafting/methods.py.
     """
@@ -69,6 +70,7 @@ class Method:
     varies: bool = False
     reads_masks: bool = False
     uses_head: bool = False
+    in_target: bool = False
 
 
 @dataclass(frozen=True)

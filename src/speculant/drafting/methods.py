@@ -18,6 +18,9 @@ WITH_MASKS = "peagle"  # drafts with heads that read masks
 WITH_BLOCKS = "dflash"  # drafts with heads whose masks are a block
 PREDICTION = "prediction"  # drafts from a request's own prediction and nothing else
 REFUSED = {  # kinds of drafters of other programs, each with a description
+    "custom_class": "a class for vLLM's proposers; docs/adding-a-drafter.md has the form of drafters here",
+    "dspark": "blocks of drafts with a table of pairs of tokens",
+    "extract_hidden_states": "the target's states in a file, and no drafts",
     "mlp_speculator": "perceptrons over a state and the last token",
     "pard2": "a draft model that reads the target's states",
 }

@@ -76,12 +76,19 @@ from .runner import (
 )
 from .step import DraftBudget as DraftBudget
 from .vllm_arguments import (
+    ABSENT as ABSENT,
+    FRONTEND as FRONTEND,
     QUANTISED as QUANTISED,
     RENAMED as RENAMED,
     ROUNDED as ROUNDED,
     RULES as RULES,
+    SERVER_RULES as SERVER_RULES,
+    SHORT as SHORT,
     SPECULATIVE_RULES as SPECULATIVE_RULES,
+    SWITCHES as SWITCHES,
+    TOOL_PARSERS as TOOL_PARSERS,
     VALUES as VALUES,
     check_call as check_call,
+    configured as configured,
     read_arguments as read_arguments,
 )

@@ -31,6 +31,7 @@ from speculant.drafting import (
     first_installed,
     installed,
     method_facts,
+    named_kind,
     takes_model,
 )
 from speculant.drafting.methods import KIND
@@ -47,6 +48,7 @@ from speculant.models import (
     check_loading,
     find_backends,
     load_model,
+    read_model_config,
     resolve_source,
     resolve_tokenizer,
     scratch_of,
@@ -128,7 +130,7 @@ def load_target(config: EngineConfig) -> Checkpoint:
 def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer | None = None) -> Runtime:
     """Build an engine around a loaded target; several engines may share one. tokenizer: the target's, if known."""
     tokenizer = tokenizer or load_tokenizer(config, target.folder)
-    spec = config.speculative() if drafts(config, target) else None
+    spec = with_kind(config) if drafts(config, target) else None
     name = method_name(spec) if spec else None
     longest, limits = target.model.max_positions, resolve_for(config, target)
     scratch = scratch_of(target.model, limits.max_num_batched_tokens, limits.max_model_len)
@@ -252,15 +254,26 @@ def _verification(config: EngineConfig, spec: SpeculativeConfig | None) -> str:
 
 
 def method_name(spec: SpeculativeConfig) -> str:
-    """Return the method's name, and check that a model is named if and only if the method uses one."""
+    """Return the method's name, and check that a model is named if and only if the method needs one."""
     name = spec.method or _usual_method(spec)
-    if method_facts(name).uses_model and spec.model is None:
+    facts = method_facts(name)
+    if facts.uses_model and not facts.in_target and spec.model is None:
         raise ConfigError(f"method {name!r} drafts with a model and none is named", "set draft_model=... too.")
     if spec.model is not None and not takes_model(name):
         raise ConfigError(
             f"method {name!r} uses no model, but draft model {spec.model!r} is named", "leave out one of the two."
         )
     return name
+
+
+def with_kind(config: EngineConfig) -> SpeculativeConfig | None:
+    """Return the speculative settings; a head without a named method is used by the method that its folder names."""
+    spec = config.speculative()
+    if spec is None or spec.method is not None or spec.model is None:
+        return spec
+    folder = resolve_source(spec.model, "draft", download_dir=config.download_dir)
+    kind = named_kind(read_model_config(folder))
+    return replace(spec, method=kind) if kind in plugins.names(KIND) else spec
 
 
 def _usual_method(spec: SpeculativeConfig) -> str:
@@ -334,8 +347,10 @@ class _Workshop:
     loader: DraftLoader
 
     def build(self, method: str, options: Mapping[str, Any]) -> Drafter:
-        """Make a drafter, with the configured draft model."""
-        return self._build(method, options, self.spec.model if self.spec else None)
+        """Make a drafter, with the configured draft model; without one, with the head in the target's folder."""
+        named = self.spec.model if self.spec else None
+        own = str(self.target.folder) if method_facts(method).in_target else None
+        return self._build(method, options, named or own)
 
     def on_request(self, method: str) -> Drafter:
         """Make a drafter that a request names; it can't load a model."""

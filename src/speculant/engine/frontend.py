@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from speculant.config import EngineConfig, Limits
 from speculant.constraints import Constraint
@@ -27,9 +27,9 @@ from speculant.engine.generation import (
     with_token_texts,
 )
 from speculant.engine.requests import check_client
-from speculant.engine.vllm_arguments import read_arguments
+from speculant.engine.vllm_arguments import absent, read_arguments
 from speculant.errors import RequestError
-from speculant.models import Checkpoint
+from speculant.models import Checkpoint, read_defaults
 from speculant.params import SamplingParams
 from speculant.structured import Grammar, Grammars, ReasonedConstraint, Reasoning, banned_tokens
 from speculant.text import (
@@ -70,8 +70,10 @@ class Frontend(ABC, Generic[_Pieces]):
 
     Arguments are the fields of `EngineConfig`; model and draft_model are a folder, a GGUF file, a Hugging Face id or
     "demo". vLLM's other arguments are read too (docs/vllm.md). chat_template: the source of a template, or the path of
-    its file, for conversations that bring none; None = the checkpoint's. Raises SpeculantError with the fix for
-    anything that does not fit.
+    its file, for conversations that bring none; None = the checkpoint's. generation_config: whose sampling settings
+    requests without their own have: "auto" = the checkpoint's, "vllm" = the defaults of `SamplingParams`, or a folder
+    with generation_config.json. override_generation_config: settings in place of those. Raises SpeculantError with the
+    fix for anything that does not fit.
     """
 
     def __init__(
@@ -80,14 +82,17 @@ class Frontend(ABC, Generic[_Pieces]):
         draft_model: str | None = None,
         *,
         chat_template: str | os.PathLike[str] | None = None,
+        generation_config: str | os.PathLike[str] | None = None,
+        override_generation_config: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
         own = read_arguments(arguments)
         self.config = EngineConfig.from_arguments(model=model, draft_model=draft_model, **own)
         template = read_template(chat_template)
         self._runtime = build_engine(self.config)
-        tokenizer = self._runtime.tokenizer
+        tokenizer, recommended = self._runtime.tokenizer, self._runtime.checkpoint.sampling
         self.tokenizer = tokenizer if template is None else tokenizer.with_template(template)
+        self._default_params = read_defaults(recommended, generation_config, override_generation_config)
         ends, most_waiting = self._runtime.checkpoint.eos_token_ids, self.limits.max_waiting
         self._grammars = Grammars(self.tokenizer, ends, most_waiting=most_waiting)
         self._banned_tokens = lru_cache(maxsize=8)(banned_tokens)
@@ -153,13 +158,18 @@ class Frontend(ABC, Generic[_Pieces]):
         return UserTokenizer(self.tokenizer, str(self.config.tokenizer or self.config.model))
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling settings that the checkpoint recommends."""
-        return self.default_params
+        """Return the sampling settings of requests that have none, for the caller to change."""
+        return self.default_params.clone()
 
     @property
     def default_params(self) -> SamplingParams:
-        """The sampling settings that the checkpoint recommends."""
-        return self._runtime.checkpoint.sampling
+        """The sampling settings of requests that have none: those that the checkpoint recommends, if no others."""
+        return self._default_params
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            raise absent(name, type(self).__name__)
 
     def render_chat(
         self,
@@ -269,7 +279,7 @@ class Frontend(ABC, Generic[_Pieces]):
         given, own = self._read_prompt(prompt)
         if own and sender.cache_salt not in ("", own):
             raise RequestError("the prompt and the call have different cache salts", "give one of them.")
-        params = self._tokenised(params or self.default_params)
+        params = self._tokenised((params or self.default_params).clone())  # the caller may change its own later
         stops = self._compile_stops(tuple(params.stop))
         compiling, form = compiled or self._compiling(params, sender.client), params.structured_outputs
         constrain = None

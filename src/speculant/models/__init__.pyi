@@ -187,6 +187,7 @@ from .source import (
     NO_RULES as NO_RULES,
     OutputRules as OutputRules,
     embedded_heads as embedded_heads,
+    read_defaults as read_defaults,
     read_end_tokens as read_end_tokens,
     read_generation as read_generation,
     read_model_config as read_model_config,

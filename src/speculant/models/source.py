@@ -6,6 +6,7 @@ tokens and its sampling. GGUF files have the end tokens in their config (models/
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -251,6 +252,7 @@ def _hub_error(name: str, error: Exception) -> ModelError:
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _WORDS = "bad_words_ids"
+_NEW_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}  # of settings, here
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _GGUF_SAMPLING = "general.sampling."  # before the name of a setting, in metadata
 _GGUF_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}  # of settings with other names
@@ -354,6 +356,30 @@ def _checked(file: str, key: str, given: Any, vocab_size: int) -> list[int]:
                 f"correct {file}.",
             )
     return ids
+
+
+def read_defaults(
+    recommended: SamplingParams,
+    config: str | os.PathLike[str] | None = None,
+    override: Mapping[str, Any] | None = None,
+) -> SamplingParams:
+    """Return the sampling settings of requests that have none.
+
+    config: "auto" or None = the checkpoint's, `recommended`; "vllm" = the defaults of `SamplingParams`; or a folder
+    with generation_config.json. override: settings in place of those. Raises ConfigError for a folder without the file
+    and for a setting that is unknown, ModelError for one in the file that is out of range.
+    """
+    settings = {_NEW_NAMES.get(name, name): value for name, value in (override or {}).items()}
+    if config in (None, "auto"):
+        return recommended.clone(**settings)
+    if config == "vllm":
+        return SamplingParams(**settings)
+    folder = Path(config).expanduser()
+    if not (folder / _GENERATION).is_file():
+        raise ConfigError(
+            f"generation_config={str(config)!r} has no {_GENERATION}", 'use "auto", "vllm" or a folder that has one.'
+        )
+    return read_sampling(read_generation(folder), folder).clone(**settings)
 
 
 def read_sampling(generation: Mapping[str, Any], place: Path) -> SamplingParams:

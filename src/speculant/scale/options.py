@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 
 ROUTINGS = ("prefix", "load")
-_PATHS = ("model", "tokenizer", "weight_cache", "download_dir")  # ends of the names of arguments that are paths
+_PATHS = (
+    "model",
+    "tokenizer",
+    "weight_cache",
+    "download_dir",
+    "generation_config",
+)  # ends of the names of arguments that are paths
 # How fields of `ReplicaOptions` are called where other settings stand beside them.
 REPLICA_FIELDS: Mapping[str, str] = {
     "replicas": "replicas",

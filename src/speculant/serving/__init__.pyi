@@ -36,7 +36,7 @@ from .http.limits import (
     NamedUsers as NamedUsers,
     RequestLimits as RequestLimits,
 )
-from .http.server import LAST_EVENTS as LAST_EVENTS, Acceptor as Acceptor, Server as Server
+from .http.server import LAST_EVENTS as LAST_EVENTS, Acceptor as Acceptor, Server as Server, tls_context as tls_context
 from .metrics import RequestMeter as RequestMeter, ServerMetrics as ServerMetrics, token_buckets as token_buckets
 from .openai.answers import (
     LOWEST as LOWEST,

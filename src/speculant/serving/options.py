@@ -44,6 +44,10 @@ class ServerOptions:
     many as stay free for others. trusted_proxies: addresses or networks whose X-Forwarded-For names the client.
     per_request_spec_decode_metrics: figures on speculation in responses: "none", "summary" or "detailed".
     tool_parser: the format of tool calls; None = the format of the chat template.
+    root_path: the prefix of paths that a proxy adds and does not remove, such as "/llm"; requests without it are
+    answered too. ssl_certfile, ssl_keyfile: files of a certificate and of its key, for HTTPS. ssl_keyfile_password: of
+    the key. ssl_ca_certs: certificates that sign those of clients. ssl_cert_reqs: 0 = clients need no certificate, 1 =
+    one that is sent is checked, 2 = one is needed. ssl_ciphers: in OpenSSL's form; None = Python's usual ones.
     max_stored_bytes: of stored responses, a quarter of them for one client; 0 = none is stored. response_ttl: until a
     stored response is deleted.
     access_log: the form of the lines for requests, which the logger `speculant.serving.access_log` gets: "none", "text"
@@ -63,6 +67,13 @@ class ServerOptions:
     metrics_without_key: bool = False
     per_request_spec_decode_metrics: str = "none"
     tool_parser: str | None = None
+    root_path: str = ""
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_keyfile_password: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    ssl_ciphers: str | None = None
     access_log: str = "none"
     otlp_endpoint: str | None = None
     max_body_bytes: int = 4 * 2**20
@@ -117,6 +128,9 @@ class ServerOptions:
                 f"use at least {2 * self.max_body_bytes}, or lower max_body_bytes.",
             )
         _check_proxies(self.trusted_proxies)
+        for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "ssl_ciphers"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise ConfigError(f"{name} is given without a certificate", "give ssl_certfile (--ssl-certfile) too.")
         if self.client_header is not None and not self.trusted_proxies:
             raise ConfigError(
                 f"client_header={self.client_header!r} names users, and no front end is trusted to name them",
@@ -155,6 +169,12 @@ _POSITIVE = (
 _Rule = tuple[Callable[[Any], bool], str, str]  # whether a value is valid, the problem if it is not, and the fix
 _RULES: Mapping[str, _Rule] = {  # by option; None is always valid
     **{name: (lambda value: value > 0, "is not above 0", f"raise {name}.") for name in _POSITIVE},
+    "root_path": (
+        lambda path: not path or re.fullmatch(r"(/[\w.~-]+)+", path) is not None,
+        "is not a prefix of paths",
+        'use for example "/llm": it begins with a slash and ends without one.',
+    ),
+    "ssl_cert_reqs": (lambda level: level in (0, 1, 2), "is unknown", "use 0 (none), 1 (optional) or 2 (required)."),
     "port": (lambda port: 0 <= port <= 65535, "is not a port", "use a number from 1 to 65535, or 0 for any free one."),
     "otlp_endpoint": (_is_url, "is not a URL of a collector", 'use "http://localhost:4318".'),
     "metrics_prefix": (

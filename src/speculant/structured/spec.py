@@ -52,7 +52,8 @@ class StructuredOutputs:
     """The form of an output, with vLLM's field names. Exactly one of the first five is set.
 
     json: a JSON schema, as a mapping or as text. regex: an expression in Rust's syntax, without look-around, that the
-    whole output matches. choice: the texts to choose from. grammar: a Lark grammar whose first rule is `start`.
+    whole output matches. choice: the texts to choose from. grammar: a Lark grammar with the rule `start`, or one in
+    EBNF (GBNF), as vLLM and llama.cpp take it, with the rule `root ::= ...`.
     json_object: any JSON object. disable_any_whitespace: JSON has no white space between its parts, so more of its
     tokens are forced. The last three are fields of vLLM and must not be set.
 

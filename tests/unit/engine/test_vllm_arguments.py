@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from speculant.config import EngineConfig
-from speculant.engine import QUANTISED, RENAMED, ROUNDED, RULES, SPECULATIVE_RULES, VALUES, check_call, read_arguments
+from speculant.engine import (
+    FRONTEND,
+    QUANTISED,
+    RENAMED,
+    ROUNDED,
+    RULES,
+    SPECULATIVE_RULES,
+    VALUES,
+    check_call,
+    read_arguments,
+)
 from speculant.errors import ConfigError
 
 FIELDS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
@@ -36,7 +46,7 @@ VLLM = """
 
 @pytest.mark.parametrize("name", VLLM)
 def test_every_argument_of_vllm_is_known(name: str) -> None:
-    assert name in FIELDS or name in RULES or name in RENAMED
+    assert name in FIELDS or name in RULES or name in RENAMED or name in FRONTEND
 
 
 @pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.harmless is not None])

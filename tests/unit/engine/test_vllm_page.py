@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from speculant.checks import Rule
 from speculant.config import EngineConfig
-from speculant.engine import LLM, REFUSED, RENAMED, RULES, SPECULATIVE_RULES, VALUES
+from speculant.engine import ABSENT, FRONTEND, LLM, REFUSED, RENAMED, RULES, SERVER_RULES, SPECULATIVE_RULES, VALUES
 from speculant.params import FOREIGN, SamplingParams
 from speculant.structured import spec
 from speculant.types import CompletionOutput, Logprob, RequestOutput
@@ -26,16 +28,25 @@ def names(section: str) -> set[str]:
 
 def test_every_argument_of_llm_has_a_row() -> None:
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
-    expected = {*RULES, *RENAMED, *VALUES, *SPECULATIVE_RULES, *VLLM, "chat_template", "model"}
-    assert expected <= names("Arguments of `LLM`")
-    assert {name for name in VLLM if name not in RULES} <= fields | set(RENAMED)
+    expected = {*RULES, *RENAMED, *VALUES, *SERVER_RULES, *SPECULATIVE_RULES, *VLLM, *FRONTEND, "model"}
+    assert expected <= names("Arguments")
+    assert {name for name in VLLM if name not in RULES} <= fields | {*RENAMED, *FRONTEND}
 
 
 def test_every_row_is_of_a_known_argument() -> None:
-    table = [line for line in SECTIONS["Arguments of `LLM`"].splitlines() if line.startswith("| `")]
+    table = [
+        line for line in SECTIONS["Arguments"].partition("The server alone")[0].splitlines() if line.startswith("| `")
+    ]
     listed = {name for line in table for name in re.findall(r"`(\w+)`", line.split("|")[1])}
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert listed <= fields | set(RULES) | set(RENAMED) | {"chat_template"}
+    assert listed <= fields | {*RULES, *RENAMED, *FRONTEND, "api_server_count"}
+
+
+@pytest.mark.parametrize("rules", [RULES, SERVER_RULES, SPECULATIVE_RULES], ids=["llm", "server", "speculative"])
+def test_what_has_no_effect_stands_in_one_row(rules: Mapping[str, Rule]) -> None:
+    rows = [line for line in SECTIONS["Arguments"].splitlines() if "| no effect" in line]
+    listed = [set(re.findall(r"`(\w+)`", row.split("|")[1])) for row in rows]
+    assert {name for name, rule in rules.items() if rule.harmless is None} in listed
 
 
 def test_every_sampling_parameter_has_a_row() -> None:
@@ -50,6 +61,10 @@ def test_keys_of_prompts_have_a_row() -> None:
 def test_every_output_has_a_row() -> None:
     fields = {field.name for kind in (CompletionOutput, RequestOutput, Logprob) for field in dataclasses.fields(kind)}
     assert fields <= names("Outputs")
+
+
+def test_every_absent_method_has_a_row() -> None:
+    assert set(ABSENT) <= names("Methods of `LLM`")
 
 
 def test_methods_exist_where_the_page_names_them() -> None:

@@ -52,6 +52,22 @@ def test_masks_allow_exactly_the_choices(grammars: Grammars, tokenizer: Tokenize
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        'root ::= "<" item* ">"\nitem ::= "x"\n  | "(" item ")"',
+        '# as llama.cpp writes it\nroot ::= "\\u003c" one-item* [\\x3e]\none-item ::= ("x" | "(" one-item ")")\n',
+    ],
+)
+def test_ebnf_allows_what_the_same_grammar_in_lark_allows(grammars: Grammars, tokenizer: Tokenizer, text: str) -> None:
+    constraints = [
+        grammars.compile(form).result().constrain() for form in (FORMS["grammar"], StructuredOutputs(grammar=text))
+    ]
+    for begun in ("", "<", "<x", "<(", "<((x)", "<x>"):
+        lark, ebnf = (allowed(each.mask(tuple(tokenizer.encode(begun)))) for each in constraints)
+        assert lark == ebnf != set()
+
+
+@pytest.mark.parametrize(
     "form", [pytest.param(each, marks=pytest.mark.slow if each == "compact" else []) for each in FORMS]
 )
 def test_masks_depend_on_the_tokens_alone(grammars: Grammars, form: str) -> None:

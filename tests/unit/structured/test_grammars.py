@@ -39,6 +39,8 @@ INVALID = {
     "unclosed group": StructuredOutputs(regex="(a"),
     "look-around": StructuredOutputs(regex="a(?=b)"),
     'unknown name: "item"': StructuredOutputs(grammar="start: item"),
+    "Rule 'item' not found": StructuredOutputs(grammar="root ::= item"),
+    "No 'root' rule found": StructuredOutputs(grammar='start ::= "a"'),
     "Empty grammar": StructuredOutputs(grammar=""),
     "minLength .5. is greater": StructuredOutputs(json={"type": "string", "minLength": 5, "maxLength": 2}),
     "too deeply nested": StructuredOutputs(grammar="start: " + "(" * 3000 + '"a"' + ")" * 3000),

@@ -6,7 +6,8 @@ target's state, as EAGLE does.
 
 If there are several modules, each drafts one token (`ChainedDrafter`). Trees are drawn by the first module.
 
-The folder may be the target's own. Names of the tensors of module m, possibly with the prefix `model.`:
+The folder may be the target's own, which is used if none is named. Names of the tensors of module m, possibly with the
+prefix `model.`:
 
     mtp_layers.m.{token_layernorm, hidden_layernorm, input_proj, final_layernorm}      the `speculators` package, MiMo
     mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, mtp.layers.m            Qwen: modules share the rest
@@ -44,7 +45,7 @@ from speculant.sampling import Node, distribution
 from speculant.types import CommittedRows, DraftTree, Request
 
 KIND = "mtp"
-METHOD = Method(default_length=3, uses_model=True, uses_head=True)
+METHOD = Method(default_length=3, uses_model=True, uses_head=True, in_target=True)
 MATRIX, LAYER, QWEN = "fc.weight", "layers.0.self_attn.o_proj.weight", "mtp."
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # keys of config.json
 PARTS = {

@@ -64,6 +64,7 @@ from speculant.models.weights.tensors import (
     scheme_of,
     with_stored_head,
     without_copies,
+    without_heads,
 )
 from speculant.params import SamplingParams
 
@@ -294,7 +295,9 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], StoredWeights, DecoderCo
     scheme, decoder = scheme_of(config), read_description(config)
     tensors = renamed(open_folder(folder), decoder.tensors.stored(TABLE))
     tensors = without_copies(tensors, decoder.tensors.copies)
-    check_layers(tensors, max(decoder.num_layers, len(decoder.encoder.layers) if decoder.encoder else 0))
+    layers = max(decoder.num_layers, len(decoder.encoder.layers) if decoder.encoder else 0)
+    tensors = without_heads(tensors, config, layers)
+    check_layers(tensors, layers)
     return (config, tensors, decoder) if scheme is None else (config, *open_modules(tensors, scheme, decoder))
 
 

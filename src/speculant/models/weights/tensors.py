@@ -46,6 +46,7 @@ from speculant.models.weights.source import (
 logger = logging.getLogger(__name__)
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_HEAD = re.compile(r"(?:model\.)?(?:mtp|mtp_layers)\.")  # a head for multi-token prediction beside a model
 _LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)+?([0-9]{1,10})\.", re.ASCII)  # begins the names of a layer's tensors
 _HARMLESS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 _PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))  # of language models within larger ones
@@ -114,6 +115,20 @@ def _plain(name: str, stored: str, plain: str) -> str:
     if name.split(".")[0] in _HEADS:
         return name
     return plain + name.removeprefix(stored) if name.startswith(stored) else ""
+
+
+def without_heads(found: StoredWeights, config: Mapping[str, Any], layers: int) -> StoredWeights:
+    """Return the tensors of the model alone, without its heads for multi-token prediction, which a drafter reads.
+
+    They have names of their own, or are the layers after the model's, as many as num_nextn_predict_layers.
+    """
+    behind = range(layers, layers + int(config.get("num_nextn_predict_layers") or 0))
+    kept = {
+        name: place
+        for name, place in found.places.items()
+        if not (_HEAD.match(name) or ((hit := _LAYER.match(name)) and int(hit.group(1)) in behind))
+    }
+    return found if len(kept) == len(found.places) else replace(found, places=kept)
 
 
 def check_layers(found: StoredWeights, layers: int) -> None:

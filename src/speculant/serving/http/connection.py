@@ -11,6 +11,7 @@ import logging
 import re
 import select
 import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -42,12 +43,13 @@ Address = tuple[str, int]  # host and port
 
 @dataclass
 class Surroundings:
-    """The parts of a server that all its connections share. date: the header of answers."""
+    """The parts of a server that all its connections share. tls: None = HTTP. date: the header of answers."""
 
     app: ASGIApp
     options: ServerOptions
     places: Connections
     turns: RoundRobin
+    tls: ssl.SSLContext | None = None
     date: bytes = b""
     connections: set[HttpConnection] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -215,7 +217,9 @@ class HttpConnection(asyncio.BufferedProtocol, OpenConnection):
 
     async def _connect(self, accepted: socket.socket) -> None:
         try:
-            await self.loop.connect_accepted_socket(lambda: self, accepted)
+            tls, patience = self.server.tls, self._options.header_timeout
+            seconds = patience if tls else None
+            await self.loop.connect_accepted_socket(lambda: self, accepted, ssl=tls, ssl_handshake_timeout=seconds)
         except OSError:  # the client has gone
             self._connections.remove(self)
             accepted.close()
@@ -371,16 +375,21 @@ class HttpConnection(asyncio.BufferedProtocol, OpenConnection):
             "http_version": request.http_version.decode("ascii"),
             "server": self.transport.get_extra_info("sockname")[:2],
             "client": self._address,
-            "scheme": "http",
+            "scheme": "https" if self.server.tls else "http",
             "method": request.method.decode("ascii"),
             "root_path": "",
-            "path": unquote(path.decode("ascii")),
+            "path": unquote(self._own(path).decode("ascii")),
             "raw_path": path,
             "query_string": query,
             "headers": list(request.headers),
             "state": {},
             "extensions": {ABORT: self.transport.abort},
         }
+
+    def _own(self, path: bytes) -> bytes:
+        """Return a path without the prefix that a proxy left in it."""
+        root = self._options.root_path.encode()
+        return path.removeprefix(root) if path.startswith(root + b"/") else path
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request, which may have arrived."""
@@ -421,7 +430,7 @@ class HttpConnection(asyncio.BufferedProtocol, OpenConnection):
 
     def _admit(self, request: h11.Request) -> h11.Request:
         """Let a probe have its answer, after which the connection ends. Take a place for another request."""
-        if request.target.partition(b"?")[0].decode("ascii") in PROBED_PATHS:
+        if self._own(request.target.partition(b"?")[0]).decode("ascii") in PROBED_PATHS:
             headers, version = [*request.headers, _CLOSE], request.http_version
             return h11.Request(method=request.method, headers=headers, target=request.target, http_version=version)
         if not self._places.claim(self, self._address[0]):
@@ -492,7 +501,8 @@ class HttpConnection(asyncio.BufferedProtocol, OpenConnection):
             self.cycle.arrived.set()
         if self.http.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else the request's answer has begun
             self.transport.write(raw_error(error))
-        self.transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self._deadline = self.loop.time() + _LINGER
         self._connections.wait(self)
 

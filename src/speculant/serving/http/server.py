@@ -7,6 +7,7 @@ import errno
 import logging
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -68,7 +69,9 @@ class Server:
         on_early_interrupt: Callable[[], None] = lambda: None,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """Raises ConfigError if it can't listen at the address, before the application loads anything.
+        """Raises ConfigError for a certificate that can't be used, and if it can't listen at the address.
+
+        Both are found before the application loads anything.
 
         on_listening: called with the address once requests are answered. on_early_interrupt: called at Ctrl-C during
         loading, which can't be stopped: a draining server would wait for its end. on_ready: called once requests are
@@ -79,6 +82,7 @@ class Server:
         self._on_listening, self._on_early_interrupt, self._on_ready = on_listening, on_early_interrupt, on_ready
         self._is_ready = self._must_end = False
         self._places, self._provisional = bounded_connections(options), Connections(PROVISIONAL, 0)
+        self._tls = tls_context(options)
         self._socket = _listen(options)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -92,7 +96,7 @@ class Server:
         """Serve until a signal, an error of loading, or until `should_exit` is set."""
         self._loop = asyncio.get_running_loop()
         self.server_state = Surroundings(
-            _behind_proxies(self._app, self._options), self._options, self._places, RoundRobin(self._loop)
+            _behind_proxies(self._app, self._options), self._options, self._places, RoundRobin(self._loop), self._tls
         )
         with self._signals():
             async with self._app.router.lifespan_context(self._app):
@@ -103,7 +107,8 @@ class Server:
                     lambda address: HttpConnection(self.server_state, address),
                 )
                 host, port = self._socket.getsockname()[:2]
-                self._on_listening(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+                scheme, shown = "https" if self._tls else "http", f"[{host}]" if ":" in host else host
+                self._on_listening(f"{scheme}://{shown}:{port}{self._options.root_path}")
                 await self._until_exit()
                 acceptor.close()
                 await self._end_connections()
@@ -181,6 +186,26 @@ def _behind_proxies(app: ASGIApp, options: ServerOptions) -> ASGIApp:
 
     named = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, app), with_mapped(options.trusted_proxies)))
     return named if options.client_header is None else NamedUsers(named, options.client_header, options.trusted_proxies)
+
+
+def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
+    """Return the settings of HTTPS; None = HTTP. Raises ConfigError for files that can't be used."""
+    if options.ssl_certfile is None:
+        return None
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        made.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, lambda: options.ssl_keyfile_password or "")
+        if options.ssl_ca_certs is not None:
+            made.load_verify_locations(options.ssl_ca_certs)
+        if options.ssl_ciphers is not None:
+            made.set_ciphers(options.ssl_ciphers)
+        made.verify_mode = ssl.VerifyMode(options.ssl_cert_reqs)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"HTTPS can't use {options.ssl_certfile}, {options.ssl_keyfile or 'its own key'}: {error}",
+            "give a certificate and its key in PEM as --ssl-certfile and --ssl-keyfile.",
+        ) from error
+    return made
 
 
 def _listen(options: ServerOptions) -> socket.socket:
