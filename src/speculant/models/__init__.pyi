@@ -216,6 +216,7 @@ from .vocabulary import (
 )
 from .weights.cache import (
     KEPT as KEPT,
+    LEAST_BYTES as LEAST_BYTES,
     LIMIT_BYTES as LIMIT_BYTES,
     MAPPED as MAPPED,
     PACKED as PACKED,

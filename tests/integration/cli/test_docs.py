@@ -15,7 +15,7 @@ import pytest
 from speculant import SamplingParams, params
 from speculant.config import USUAL_CONTEXT, USUAL_ROWS, EngineConfig, SpeculativeConfig
 from speculant.metrics import SpeculationMetrics, TimingMetrics
-from speculant.models.weights.cache import LEAST_BYTES, LIMIT_BYTES
+from speculant.models import LEAST_BYTES, LIMIT_BYTES
 from tests.commands import invoke
 from tests.gguf_models import convert
 from tests.models import Shape, write_checkpoint
