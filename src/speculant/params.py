@@ -31,8 +31,6 @@ MAX_COUNT = 2**31 - 1  # of tokens; far below the 64 bits of the kernels' counte
 MAX_BIAS = 1e6  # far beyond any logit, and finite in every dtype
 MIN_PENALTY = 1e-6  # below it products overflow
 MIN_TEMPERATURE = 1e-10  # below it quotients overflow; 0 is greedy
-MAX_SPECULATIVE_TOKENS = 512  # nodes of a draft
-MAX_PREDICTION = 131_072  # characters of its text, and tokens
 _T = TypeVar("_T")
 
 _NO_EFFECT: tuple[Any, ...] = (None, False)
