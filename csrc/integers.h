@@ -118,7 +118,7 @@ static constexpr auto numbers() {
     return Numbers<BEFORE...>();
 }
 template <typename Work, int... NUMBERS>
-static inline __attribute__((always_inline)) void call_each(Work work, Numbers<NUMBERS...>) {
+static inline __attribute__((always_inline)) void call_each([[maybe_unused]] Work work, Numbers<NUMBERS...>) {
   (work(Number<NUMBERS>()), ...);
 }
 
