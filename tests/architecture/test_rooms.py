@@ -14,12 +14,12 @@ INNER_IMPORTS = 138  # of names that two files of a room have, of names that are
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1196, 5),
-    "cli": (2975, 12),
+    "cli": (3145, 12),
     "drafting": (7314, 44),
-    "engine": (5015, 18),
+    "engine": (5023, 18),
     "kernels": (1612, 7),
     "lab.bench": (4215, 13),
-    "lab.cli": (2853, 14),
+    "lab.cli": (2903, 14),
     "lab.exactness": (1575, 6),
     "lab.fleet": (1206, 4),
     "lab.inflation": (963, 5),
@@ -33,7 +33,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "scheduling": (1088, 4),
     "serving": (8127, 29),
     "structured": (1759, 9),
-    "text": (2572, 11),
+    "text": (2597, 11),
     "verification": (610, 10),
 }
 
