@@ -102,7 +102,7 @@ def test_a_template_may_be_given(checkpoints: Checkpoints, llm: LLM, tmp_path: P
     assert shown == answers(llm, HI)[0] + "\n"
 
 
-def test_the_printed_fix_of_a_gguf_file_without_a_template_works(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_a_gguf_file_without_template_is_mended(checkpoints: Checkpoints, tmp_path: Path) -> None:
     file = convert(checkpoints.target, tmp_path / "model.gguf", "F32")
     with pytest.raises(ModelError, match="chat_template.jinja"):
         invoke("chat", file, *FLAGS, stdin="Hi\n")

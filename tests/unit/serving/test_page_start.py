@@ -44,9 +44,7 @@ await new Promise((resolve) => setTimeout(resolve, 20));
         ({"id": "demo", "chat": True}, False),
     ],
 )
-def test_page_begins_with_a_chat_where_the_model_was_trained_for_one(
-    model: dict[str, Any], chats: bool, tmp_path: Path
-) -> None:
+def test_page_begins_with_a_chat_if_the_model_does(model: dict[str, Any], chats: bool, tmp_path: Path) -> None:
     for name in ("page.js", "measure.js"):
         (tmp_path / name).write_text((PAGE / name).read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "package.json").write_text('{"type": "module"}', encoding="utf-8")
