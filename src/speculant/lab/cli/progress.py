@@ -48,7 +48,8 @@ def show_training(trainer: Trainer) -> None:
 
 def _line(trainer: Trainer, report: TrainingReport) -> str:
     loss = f"{trainer.objective.name} {trainer.recent_loss():.3f}"
-    line = f"step {report.step}, {loss}, {report.rate:,.0f} tokens/s, {minutes_left(report.elapsed, report.progress)}"
+    left = f", {minutes_left(report.elapsed, report.progress)}" if report.progress else ""  # none before the first step
+    line = f"step {report.step}, {loss}, {report.rate:,.0f} tokens/s{left}"
     return f"{line}; {report.measured}" if report.measured else line
 
 

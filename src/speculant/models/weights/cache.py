@@ -179,8 +179,8 @@ class WeightCache:
             room = f"{free / GIB:.2g} GiB are free there, and {(size + FREE_BYTES) / GIB:.2g} are needed"
             say_once(f"packed weights are not kept in {self.folder}: {room}")
             return False
-        off = '--weight-cache off, or weight_cache="off", keeps none'
-        say_once(f"packed weights are kept in {self.folder} for later starts, {size / GIB:.2g} GiB: {off}")
+        off = 'turn this off by --weight-cache off (in Python weight_cache="off")'
+        say_once(f"packed weights, {size / GIB:.2g} GiB, are written to {self.folder} for later starts; {off}")
         return True
 
     def keep(self, facts: Sequence[str], weights: Mapping[str, Weight]) -> None:
