@@ -92,12 +92,14 @@ from .lookup.token_recycling import (
 from .merge import Merge as Merge, MergeDrafter as MergeDrafter
 from .methods import (
     DEFAULT as DEFAULT,
+    IN_ONE_PASS as IN_ONE_PASS,
     LOOKUPS as LOOKUPS,
     PREDICTION as PREDICTION,
     WITH_MODEL as WITH_MODEL,
     first_installed as first_installed,
     installed as installed,
     method_facts as method_facts,
+    own_name as own_name,
     takes_model as takes_model,
 )
 from .model.cascade import CascadeDrafter as CascadeDrafter, InnerDrafter as InnerDrafter, copy_of as copy_of

@@ -5,6 +5,9 @@ A method without a role needs no entry. A role whose methods are not installed s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from speculant import plugins
 from speculant.drafting.base import Method
 from speculant.errors import ConfigError
@@ -24,6 +27,15 @@ REFUSED = {  # kinds of drafters of other programs, each with a description
     "mlp_speculator": "perceptrons over a state and the last token",
     "pard2": "a draft model that reads the target's states",
 }
+
+# By method of vLLM: the method here if parallel_drafting is set.
+IN_ONE_PASS: Mapping[Any, str] = {None: "parallel", "draft_model": "parallel", "eagle3": "peagle"}
+_OTHER_NAMES = {"ngram_gpu": "ngram", "[ngram]": "ngram"}
+
+
+def own_name(name: str) -> str:
+    """Return our name of one of vLLM's methods, which has a name for each family with multi-token prediction."""
+    return "mtp" if name.endswith("_mtp") else _OTHER_NAMES.get(name, name)
 
 
 def method_facts(name: str) -> Method:

@@ -13,6 +13,7 @@ from typing import Any
 
 from speculant.checks import Rule
 from speculant.config import EngineConfig
+from speculant.drafting import IN_ONE_PASS, own_name
 from speculant.errors import AbsentError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -207,8 +208,6 @@ VALUES: Mapping[str, Mapping[Any, Any]] = MappingProxyType(
     }
 )
 FRONTEND = ("chat_template", "generation_config", "override_generation_config")  # arguments beside `EngineConfig`
-METHODS: Mapping[str, str] = MappingProxyType({"ngram_gpu": "ngram", "[ngram]": "ngram"})
-PARALLEL: Mapping[Any, str] = MappingProxyType({None: "parallel", "draft_model": "parallel", "eagle3": "peagle"})
 _ONE_TEXT = "the model completes text, and does nothing else"
 _KEPT = "a model is in memory as long as its LLM"
 _STEPS = "no call runs in the middle of a step"
@@ -306,14 +305,14 @@ def _read_speculative(given: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(given)
     method = values.get("method")
     if isinstance(method, str):
-        values["method"] = "mtp" if method.endswith("_mtp") else METHODS.get(method, method)
+        values["method"] = own_name(method)
     if values.pop("parallel_drafting", None):
-        if method not in PARALLEL:
+        if method not in IN_ONE_PASS:
             raise ConfigError(
                 f"speculative_config.parallel_drafting=True is not supported with method {method!r}",
-                f"leave it out; with {', '.join(filter(None, PARALLEL))} it is known.",
+                f"leave it out; with {', '.join(filter(None, IN_ONE_PASS))} it is known.",
             )
-        values["method"] = PARALLEL[method]
+        values["method"] = IN_ONE_PASS[method]
     if values.pop("num_speculative_tokens_per_batch_size", None):
         values.setdefault("draft_length", "adaptive")  # lengths by measured costs, at most num_speculative_tokens
     return values
