@@ -118,8 +118,11 @@ def _at(value: Any, place: Sequence[str]) -> Any:
     return value
 
 
-def test_the_readme_has_at_most_ten_links() -> None:
-    assert len(re.findall(r"(?<!!)\[[^]]*\]\(", (ROOT / "README.md").read_text())) <= 10
+def test_the_readme_has_ten_links_and_the_oldest_python() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(re.findall(r"(?<!!)\[[^]]*\]\(", text)) <= 10
+    (oldest,) = re.findall(r'^requires-python = ">=(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert f"Python {oldest} or newer" in text
 
 
 NAMES = {  # in the first column of tables of docs/quickstart.md, under each heading
