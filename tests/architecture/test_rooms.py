@@ -15,8 +15,8 @@ INNER_IMPORTS = 138  # of names that two files of a room have, of names that are
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1196, 5),
     "cli": (3220, 12),
-    "drafting": (7321, 44),
-    "engine": (5186, 18),
+    "drafting": (7335, 44),
+    "engine": (5185, 18),
     "kernels": (1615, 7),
     "lab.bench": (4230, 13),
     "lab.cli": (2912, 14),
