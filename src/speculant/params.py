@@ -124,7 +124,7 @@ def _changeable(cls: type[_T]) -> type[_T]:
         vars(self).clear()  # with what was computed from the old settings
         vars(self).update(vars(made))
 
-    cls.__setattr__ = change  # type: ignore[assignment, method-assign]
+    cls.__setattr__ = change  # type: ignore[method-assign]
     return cls
 
 
