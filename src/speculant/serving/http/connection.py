@@ -247,14 +247,14 @@ class HttpConnection(asyncio.BufferedProtocol, OpenConnection):
         self._turns.withdraw(self._network, self)
 
     @override
-    def get_buffer(self, sizehint: int) -> bytearray:
-        self._space = bytearray(_PIECE)
+    def get_buffer(self, sizehint: int) -> memoryview:
+        self._space = memoryview(bytearray(_PIECE))  # TLS writes into slices of it, which must not be copies
         return self._space
 
     @override
     def buffer_updated(self, nbytes: int) -> None:
         """Keep received data until it is this connection's turn."""
-        self._received += memoryview(self._space)[:nbytes]
+        self._received += self._space[:nbytes]
         self._take_turn()
 
     @override
