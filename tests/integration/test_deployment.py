@@ -170,7 +170,7 @@ def test_the_image_s_health_check_follows_the_port(
     assert subprocess.run(command, check=False).returncode == 1
 
 
-def test_the_image_s_context_has_what_it_is_built_from_and_no_more() -> None:
+def test_the_image_s_context_has_its_parts_and_no_more() -> None:
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     first, *patterns = [line for line in lines if line and not line.startswith("#")]
     assert first == "*"

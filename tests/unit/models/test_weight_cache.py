@@ -556,7 +556,7 @@ def test_default_folder_that_is_lost_is_only_read(
     check(source, home, expected, MAPPED)
 
 
-def test_a_start_says_what_it_writes_where_and_how_to_turn_it_off(
+def test_a_start_says_what_it_writes_and_where(
     checkpoints: Checkpoints, home: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["generate", "a", "--model", checkpoints.target, "--dtype", "bfloat16", "--max-tokens", "2"]
