@@ -15,7 +15,7 @@ INNER_IMPORTS = 138  # of names that two files of a room have, of names that are
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1196, 5),
     "cli": (3220, 12),
-    "drafting": (7335, 44),
+    "drafting": (7337, 44),
     "engine": (5185, 18),
     "kernels": (1615, 7),
     "lab.bench": (4230, 13),

@@ -6,11 +6,13 @@ A method without a role needs no entry. A role whose methods are not installed s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speculant import plugins
-from speculant.drafting.base import Method
 from speculant.errors import ConfigError
+
+if TYPE_CHECKING:  # without torch, so that commands' help is fast
+    from speculant.drafting.base import Method
 
 KIND = "speculant.drafting"
 

@@ -34,6 +34,7 @@ BEFORE = {  # by command: what precedes the argument MODEL
     "inflate": ["inflate"],
 }
 AFTER = {
+    "serve": ["--port", "0"],
     "check-pair": ["demo"],
     "bench sweep": ["--draft-model", "demo"],
     "bench quality": ["--text", "IN"],

@@ -199,8 +199,7 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path: Path, checkpoints: Checkp
 
 def test_a_head_of_blocks_is_known_by_its_config(tmp_path: Path, checkpoints: Checkpoints) -> None:
     folder = write_dflash(tmp_path / "head", H, V)
-    with pytest.raises(PairError, match='kind \'dflash\'(?s:.*)use "method": "dflash"'):
-        LLM(checkpoints.target, draft_model=folder, spec_length=3)
+    assert "dflash" in LLM(checkpoints.target, draft_model=folder, spec_length=3).speculation
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -323,7 +323,7 @@ def test_fallback_drafts_for_beam_searches(checkpoints: Checkpoints) -> None:
 
 def test_a_model_may_be_named_for_a_composite(checkpoints: Checkpoints) -> None:
     llm = LLM(checkpoints.target, draft_model=checkpoints.near, speculative_config={"method": "fallback"})
-    assert llm.speculation.startswith("fallback")
+    assert "(method fallback)" in llm.speculation
     own = {"method": "draft_model", "model": checkpoints.near}
     llm = LLM(checkpoints.target, speculative_config={"method": "fallback", "members": ["ngram", own]})
     (result,) = llm.generate("abc", SamplingParams(temperature=0.9, max_tokens=12, ignore_eos=True))

@@ -147,9 +147,7 @@ def test_a_run_makes_drafts_for_one_tree(tmp_path: Path, target_folder: str, cor
     assert drafts(target_folder, speculative) > 0
 
 
-def test_minutes_count_the_training_alone(
-    tmp_path: Path, target_folder: str, corpus_folder: Path
-) -> None:
+def test_minutes_count_the_training_alone(tmp_path: Path, target_folder: str, corpus_folder: Path) -> None:
     told, minutes = list[str](), 1e-5
     config = config_of(tmp_path, target_folder, steps=None, minutes=minutes, data=(corpus_folder,), tokens=640)
     run = DraftsRun(config, Show(tell=told.append))
