@@ -221,7 +221,8 @@ class RequestFactory:
             raise RequestError("a beam search takes no constraint", "leave out beam_width, or the constraint.")
         method = self._method(params)
         self._check_speculation(params, method)
-        return CheckedRequest(prompt, params, method, sender, constraint, source)
+        own = params.clone()  # the caller may change its settings later
+        return CheckedRequest(prompt, own, method, sender, constraint, source)
 
     def make(
         self, checked: CheckedRequest, request_id: str, stop_checker: Callable[[], StopChecker] | None

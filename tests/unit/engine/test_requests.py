@@ -108,6 +108,16 @@ def test_only_the_rule_that_is_used_has_to_fit(rule: str, drafter: ScriptedDraft
         assert "understands chains" in str(error_of(lambda: engine.check_request([1], params)))
 
 
+def test_a_request_keeps_its_settings() -> None:
+    """A caller may change its own settings while the request runs, also after values were computed from them."""
+    engine, params = engine_of(CHAINS), SamplingParams(temperature=0.5, max_tokens=3, logit_bias={1: 2.0})
+    assert params.softened is params
+    (request,) = engine.add_request([1, 2], params, "a")
+    params.temperature, params.logit_bias = 0.0, {2: 1.0}
+    assert (request.params.softened.temperature, dict(request.params.logit_bias)) == (0.5, {1: 2.0})
+    assert list(request.params.biased) == [1]
+
+
 def test_a_full_queue_does_not_fail_the_check() -> None:
     """It finds a place later, unlike one that asks for more samples than there are places."""
     engine = engine_of(None)
