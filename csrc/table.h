@@ -13,7 +13,7 @@ struct SpRows {
 // sums[rows][WIDTH] of one panel and some rows, over k inputs. Of SP_BF12, `panel` is its entry in the index.
 typedef void (*SpSum)(const char *panel, const SpRows &rows, int64_t k, float *sums);
 
-// What multiplies weights. Sets share what they compute alike.
+// The functions that multiply weights. Two sets may have the same functions.
 struct SpSums {
   const SpSum *floats;  // by SpType, and SP_FP8 after SP_BF12
   const SpSum *pairs;   // SP_BF16 and SP_BF12 by rows that are rounded to bfloat16, in place of those in `floats`; or NULL

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -60,9 +61,19 @@ def held(type_: Type, rows: Tensor, k: int) -> Tensor:
     return fp8.decode(rows, k) if type_ == Type.FP8 else torch.from_numpy(gguf_blocks.decode(type_.name, rows.numpy()))
 
 
-def pack(kernels: Kernels, type_: Type, n: int, k: int, *seeds: int) -> Weight:
-    """Pack a random matrix, or two that are interleaved."""
-    return kernels.pack(type_, *(rows_of(type_, random(n, k, seed=seed)) for seed in seeds or (0,)))
+def pack(kernels: Kernels, type_: Type, n: int, k: int, *seeds: int, extreme: float = 0.0) -> Weight:
+    """Pack a random matrix, or two that are interleaved.
+
+    Blocks have random bits; extreme: the share of their scales that are zero, subnormal or the largest ones.
+    """
+
+    def rows(seed: int) -> Tensor:
+        if type_ in FLOATS or type_ in (Type.INT8, Type.FP8):
+            return rows_of(type_, random(n, k, seed=seed))
+        blocks = gguf_blocks.random_blocks(type_.name, n, k, np.random.default_rng(seed), extreme)
+        return torch.from_numpy(blocks)
+
+    return kernels.pack(type_, *map(rows, seeds or (0,)))
 
 
 def run(

@@ -81,7 +81,7 @@ _LOST_WITH = {"tmpfs": "memory", "ramfs": "memory", "overlay": "container", "fus
 
 
 def lost_with(folder: Path) -> str:
-    """Return what a folder's files are lost with: memory, container or pod; empty = they stay, or nobody can tell."""
+    """Say when a folder loses its files: with the "memory", "container" or "pod". Empty: they stay, or it is unknown."""
     place, depth, found = folder.resolve(), 0, ""
     with suppress(OSError):
         for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -6,7 +6,7 @@ Few rows, many rows and several tiles of rows have loops of their own. Depths en
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ pytestmark = needs_kernels
 # Outputs and inputs: one block, an odd number of groups, several superblocks, and enough for streams.
 SHAPES = [(1, 32), (47, 32), (50, 96), (97, 288), (200, 1056), (70, 4192)]
 COUNTS = (*range(1, 21), 25, 63, 64, 65, 127, 128, 129, 131, 300)
+SMALL = (50, 96)
 N, K = 50, 288
 
 every_type = pytest.mark.parametrize("type_", [*Type], ids=lambda type_: type_.name)
@@ -45,10 +46,19 @@ def test_a_row_is_the_same_in_every_loop(kernels: Kernels, shape: tuple[int, int
     """In every way in `make test-all`, and in one of them, by turns, otherwise."""
     turn = ([*Type].index(type_) + SHAPES.index(shape)) % len(WAYS)
     for way in [*WAYS, *WAYS][turn : turn + examples(len(WAYS), least=1)]:
-        check_rows(kernels, type_, shape, WAYS[way](shape[0]))
+        check_rows(kernels, type_, shape, WAYS[way](shape[0]), COUNTS)
 
 
-def check_rows(kernels: Kernels, type_: Type, shape: tuple[int, int], given: dict[str, Any]) -> None:
+@pytest.mark.slow
+@every_type
+def test_a_row_is_the_same_among_any_number(kernels: Kernels, type_: Type) -> None:
+    for way in WAYS.values():
+        check_rows(kernels, type_, SMALL, way(SMALL[0]), range(1, max(COUNTS) + 1))
+
+
+def check_rows(
+    kernels: Kernels, type_: Type, shape: tuple[int, int], given: dict[str, Any], counts: Iterable[int]
+) -> None:
     """Compare rows alone with the same rows among others."""
     seeds, added = (0, 1) if "flags" in given else (0,), given.get("added")
     weight = pack(kernels, type_, shape[0], inputs_of(type_, shape[1]), *seeds)
@@ -61,7 +71,7 @@ def check_rows(kernels: Kernels, type_: Type, shape: tuple[int, int], given: dic
 
     alone = torch.cat([some(row, 1) for row in range(len(x))])
     assert bool(alone.isfinite().all())
-    for count in COUNTS:
+    for count in counts:
         first = count * 41 % (len(x) + 1 - count)
         assert torch.equal(some(first, count), alone[first : first + count]), (first, count)
 
@@ -73,7 +83,7 @@ def check_rows(kernels: Kernels, type_: Type, shape: tuple[int, int], given: dic
 def test_any_number_of_threads_gives_the_same(isa: str, threads: int, type_: Type) -> None:
     k = inputs_of(type_, 1056)
     one, several, x = on(isa), on(isa, threads), random(300, k)
-    packed, again = (pack(kernels, type_, 200, k) for kernels in (one, several))
+    packed, again = (pack(kernels, type_, 200, k, extreme=0.1) for kernels in (one, several))
     known = INDEX_BYTES * -(-200 // panel_rows(one)) if type_ == Type.BF12 else None  # panels come in any order
     assert torch.equal(packed.memory[:known], again.memory[:known])
     assert torch.equal(look_up(one, packed), look_up(several, again))

@@ -37,7 +37,7 @@ def progress_of_runs(number: int) -> Iterator[Runs]:
 
 
 def show_training(trainer: Trainer) -> None:
-    """Run a trainer to its end and show its progress, and what it measures."""
+    """Run a trainer to its end. Show its progress and its measurements."""
     console = messages()
     with progress_bar() as bar:
         for report in trainer.run():

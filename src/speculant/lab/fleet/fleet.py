@@ -278,7 +278,7 @@ class Replica:
             self._begin()
 
     def remove(self, request: FleetRequest) -> None:
-        """Drop a request that its client has given up; rows of the current step are computed all the same."""
+        """Drop a request whose client has gone. The current step still computes its rows."""
         if request in self._waiting:
             self._waiting.remove(request)
         for group in (self._reading, self._decoding):

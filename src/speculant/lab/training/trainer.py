@@ -234,7 +234,7 @@ class TrainingRun(ABC, Generic[C, M]):
 
     @abstractmethod
     def finish(self, trainer: Trainer) -> M:
-        """Write the run's folder, measure what was written on held-out data, and write its card."""
+        """Write the run's folder, measure the model in it on held-out data, and write its card."""
 
     @abstractmethod
     def summary(self, outcome: M) -> list[str]:
@@ -252,7 +252,7 @@ def model_card(
     licence: Sequence[str] = (),
     data: Sequence[str] = (),
 ) -> str:
-    """Return the README.md of what a run has written.
+    """Return the README.md of a run's folder.
 
     described, trained: paragraphs on what it is and on its training, which ends with the command. measured, table: how
     it was measured, and the figures. licence: a line for the hub's metadata. data: a section on the data.
