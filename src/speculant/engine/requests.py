@@ -221,8 +221,7 @@ class RequestFactory:
             raise RequestError("a beam search takes no constraint", "leave out beam_width, or the constraint.")
         method = self._method(params)
         self._check_speculation(params, method)
-        own = params.clone()  # the caller may change its settings later
-        return CheckedRequest(prompt, own, method, sender, constraint, source)
+        return CheckedRequest(prompt, params.clone(), method, sender, constraint, source)  # the caller may change its own
 
     def make(
         self, checked: CheckedRequest, request_id: str, stop_checker: Callable[[], StopChecker] | None
