@@ -81,7 +81,7 @@ _LOST_WITH = {"tmpfs": "memory", "ramfs": "memory", "overlay": "container", "fus
 
 
 def lost_with(folder: Path) -> str:
-    """Say when a folder loses its files: with the "memory", "container" or "pod". Empty: they stay, or it is unknown."""
+    """Say when a folder loses its files: with the "memory", "container" or "pod". Empty: they stay, or nobody knows."""
     place, depth, found = folder.resolve(), 0, ""
     with suppress(OSError):
         for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -221,7 +221,7 @@ class RequestFactory:
             raise RequestError("a beam search takes no constraint", "leave out beam_width, or the constraint.")
         method = self._method(params)
         self._check_speculation(params, method)
-        return CheckedRequest(prompt, params.clone(), method, sender, constraint, source)  # the caller may change its own
+        return CheckedRequest(prompt, params.clone(), method, sender, constraint, source)  # the caller keeps its own
 
     def make(
         self, checked: CheckedRequest, request_id: str, stop_checker: Callable[[], StopChecker] | None
