@@ -372,15 +372,6 @@ def test_unused_tensor_is_an_error(checkpoints: Checkpoints, monkeypatch: pytest
         load_model(checkpoints.target, kernels="reference")
 
 
-def test_needs_are_refused_at_start(
-    checkpoints: Checkpoints, fake: FakeBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs = ModelNeeds(state_bytes=4096)
-    monkeypatch.setattr(Decoder, "needs", property(lambda _: needs, lambda *_: None), raising=False)
-    with pytest.raises(ModelError, match="which is not supported yet"):
-        load_model(checkpoints.target, kernels="fake")
-
-
 def test_nothing_is_read_before_the_choice(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model that no backend can compute, nothing is read."""
     monkeypatch.setattr(StoredWeights, "read", lambda *_: pytest.fail("a tensor was read"))

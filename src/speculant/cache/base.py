@@ -42,6 +42,37 @@ class LayerShape(NamedTuple):
         return 0 if self.shares is not None else 2 * self.num_kv_heads
 
 
+NO_KEYS = LayerShape(0, 0)
+
+MOST_PENDING = 16  # rows of a sequence that its states do not contain: those of a draft, until the next pass
+
+
+class StateShape(NamedTuple):
+    """The shape of a sequence's record in a layer with a state, in numbers.
+
+        record      [ state | MOST_PENDING updates | MOST_PENDING + conv - 1 columns ]
+
+    Position p has the update p % MOST_PENDING and the column p % (MOST_PENDING + conv - 1): what its row does to the
+    state, and the input of the convolution. state, update, column: their sizes. conv: the positions that the
+    convolution sees.
+    """
+
+    state: int
+    update: int
+    column: int
+    conv: int
+
+    @property
+    def columns(self) -> int:
+        """How many columns a record has."""
+        return MOST_PENDING + self.conv - 1
+
+    @property
+    def size(self) -> int:
+        """The numbers of a record."""
+        return self.state + MOST_PENDING * self.update + self.columns * self.column
+
+
 class LayerGroup(NamedTuple):
     """The layers that see `window` positions, their row's own included; None = all."""
 
@@ -56,7 +87,7 @@ class CacheShape:
     windows: how many positions a row of each layer sees, its own included; None = all, () = all in every layer. own:
     the shape of each layer, where they differ; () = all have the first one's. dtype: the type in which a model
     writes and reads them. stored: the type in which they are stored; None = dtype, torch.int8 = rounded, see
-    cache/storage.py.
+    cache/storage.py. states: the record that a sequence has in each layer, None = none; () = no layer has any.
     """
 
     num_layers: int
@@ -67,9 +98,10 @@ class CacheShape:
     windows: tuple[int | None, ...] = ()
     own: tuple[LayerShape, ...] = ()
     stored: torch.dtype | None = None
+    states: tuple[StateShape | None, ...] = ()
 
     def __post_init__(self) -> None:
-        for what, each in (("windows", self.windows), ("shapes", self.own)):
+        for what, each in (("windows", self.windows), ("shapes", self.own), ("states", self.states)):
             if each and len(each) != self.num_layers:
                 raise ValueError(f"{len(each)} {what} for {self.num_layers} layers")
 
@@ -99,6 +131,11 @@ class CacheShape:
     def bytes_of_head(self, dim: int) -> int:
         """Return the bytes of one head's key or value of `dim` numbers, as it is stored."""
         return dim * (self.stored or self.dtype).itemsize + (SCALE_BYTES if self.is_rounded else 0)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's records over all layers: they are in float32, or in float64 beside such keys."""
+        return sum(of.size for of in self.states if of) * max(4, self.dtype.itemsize)
 
     @property
     def is_rounded(self) -> bool:
@@ -151,6 +188,27 @@ class Slots(NamedTuple):
         return self.start + len(self.slots)
 
 
+NO_RECORD = -1  # in place of a record's number
+
+
+class StateRows(NamedTuple):
+    """What a pass does with the records of one sequence, whose rows begin at position `start`.
+
+    Record `read` contains the positions below `settled`, and updates and columns of those from there to `start`;
+    NO_RECORD = the sequence begins. The pass adds these updates and its first `certain` rows to the state, and writes
+    it to record `write`, with the updates and columns of the other rows. NO_RECORD: it leaves the state, and adds its
+    rows' updates and columns to record `read`. save: a record that gets the state of the positions below `saved`, as if
+    they were the whole sequence, which are from `settled` to the end of the certain rows; or NO_RECORD.
+    """
+
+    read: int
+    settled: int
+    write: int
+    certain: int
+    save: int = NO_RECORD
+    saved: int = 0
+
+
 class KVStorage(Protocol):
     """Memory for keys and values, addressed by slot, without knowledge of sequences.
 
@@ -173,6 +231,10 @@ class KVStorage(Protocol):
 
         Rounded ones are int8 [slots, kv_heads, head_dim + SCALE_BYTES].
         """
+        ...
+
+    def records(self, layer: int) -> Tensor:
+        """Return the records [records, size] of a layer with a state; see `StateShape`."""
         ...
 
     def move(self, moves: Moves) -> None:

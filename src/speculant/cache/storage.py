@@ -34,10 +34,10 @@ LEAST = 1e-36  # a smaller max |x|, unless it is 0, counts as this: 127 / max |x
 class TensorStorage(KVStorage):
     """A storage in this process: tensors on the shape's device, allocated once."""
 
-    def __init__(self, shape: CacheShape, num_slots: int | Sequence[int], fix: str) -> None:
+    def __init__(self, shape: CacheShape, num_slots: int | Sequence[int], fix: str, num_records: int = 0) -> None:
         """Allocate slots for each group of layers, or as many for all layers; `fix` is the advice in a CapacityError.
 
-        With one number all layers are one group, which keeps all positions.
+        With one number all layers are one group, which keeps all positions. num_records: of each layer with a state.
         """
         every = LayerGroup(None, tuple(range(shape.num_layers)))
         groups, counts = ((every,), [num_slots]) if isinstance(num_slots, int) else (shape.groups, num_slots)
@@ -49,8 +49,14 @@ class TensorStorage(KVStorage):
         ]
         try:
             self._data = [torch.empty(size, dtype=stored_as, device=shape.device) for size in sizes]
+            wide = torch.promote_types(shape.dtype, torch.float32)
+            self._records = {
+                layer: torch.empty(num_records, of.size, dtype=wide, device=shape.device)
+                for layer, of in enumerate(shape.states) if of
+            }  # fmt: skip
         except RuntimeError as error:
-            needed = sum(count * shape.bytes_of(of.layers) for count, of in zip(counts, groups, strict=True)) / 2**30
+            needed = sum(count * shape.bytes_of(of.layers) for count, of in zip(counts, groups, strict=True))
+            needed = (needed + num_records * shape.state_bytes) / 2**30
             raise CapacityError(
                 f"the KV cache needs {needed:.2f} GiB for {counts[0]} positions and the allocation failed ({error})",
                 fix,
@@ -79,6 +85,10 @@ class TensorStorage(KVStorage):
     @override
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._layers[layer]
+
+    @override
+    def records(self, layer: int) -> Tensor:
+        return self._records[layer]
 
     @override
     def move(self, moves: Moves) -> None:

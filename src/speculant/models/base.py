@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from speculant.cache import CacheShape, KVCache, KVStorage, Source
-from speculant.errors import ConfigError, ModelError, RequestError
+from speculant.cache import CacheShape, KVCache, KVStorage, Source, StateRows
+from speculant.errors import ConfigError, RequestError
 from speculant.sampling import Chance
 from speculant.tree import ids
 from speculant.types import DraftTree, Request
@@ -30,7 +30,7 @@ class Segment(NamedTuple):
     The last `len(parents)` rows are draft nodes, the others a chain of committed tokens that ends with the root.
     `table` is the sequence's block table, for every group of layers (`KVCache.table`). `seq_id` appears in error
     messages. `length`: see `SequenceInput`. `source_table` and `source_length` are the block table and the positions of
-    its encoded source, which is a sequence of the same cache.
+    its encoded source, which is a sequence of the same cache. state: for layers with a state; None = there are none.
     """
 
     seq_id: int
@@ -41,6 +41,7 @@ class Segment(NamedTuple):
     length: int | None = None
     source_table: array[int] = NO_TABLE
     source_length: int = 0
+    state: StateRows | None = None
 
     @property
     def end(self) -> int:
@@ -108,6 +109,7 @@ class SequenceInput(NamedTuple):
     `hidden` has a state [rows, hidden] for each row, for models that read states.
     `length` is the number of tokens of the whole text, those of later passes included; None = up to those of this pass.
     See `ModelNeeds.restart_at`. `source` is the sequence id of its encoded source in the cache; None = it has none.
+    `certain` is how many of the tokens, from the first one on, will not be dropped again; None = all.
     """
 
     seq_id: int
@@ -117,6 +119,7 @@ class SequenceInput(NamedTuple):
     hidden: Tensor | None = None
     length: int | None = None
     source: int | None = None
+    certain: int | None = None
 
 
 class Hidden(NamedTuple):
@@ -210,13 +213,13 @@ class ModelNeeds:
     """What a model requires beyond a cache of keys and values per position.
 
     source: a second text per request that is encoded before decoding starts; the model is an `EncodesSources`.
-    state_bytes: size of a fixed-length state per sequence, such as that of recurrent layers.
+    most_nodes: layers with a state take drafts of at most as many nodes, in one chain; None = any tree.
     restart_at: a text of more tokens is computed in another way, its earlier tokens included, so that their keys and
     values must be computed again when the text grows longer; None = no text is.
     """
 
     source: bool = False
-    state_bytes: int = 0
+    most_nodes: int | None = None
     restart_at: int | None = None
 
     def is_long(self, length: int) -> bool:
@@ -360,15 +363,6 @@ class BackendModel(RunsPasses, EncodesSources, KnowsSizes, ConvertsKeys, Truncat
     """What the models of this package's own backends can do."""
 
 
-def check_needs(needs: ModelNeeds) -> None:
-    """Check that the engine provides what a model requires. Raises ModelError."""
-    if needs.state_bytes:
-        raise ModelError(
-            "this model needs a state per sequence, which is not supported yet",
-            "use a model with attention in every layer.",
-        )
-
-
 def check_sources(batch: Batch, needs: ModelNeeds) -> None:
     """Check that each text of a batch has an encoded source, or that none has one. Raises RequestError."""
     for segment in batch.segments:
@@ -387,7 +381,7 @@ def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.d
     embeddings, hidden = dict[int, Tensor](), list[Tensor]()
     others = list(map(list[int], [()] * (cache.num_groups - 1)))
     for sequence in inputs:
-        seq_id, own_tokens, tree, own_embeddings, own_hidden, length, source = sequence
+        seq_id, own_tokens, tree, own_embeddings, own_hidden, length, source, certain = sequence
         if own_hidden is not None:
             hidden.append(own_hidden)
         if own_embeddings:
@@ -397,6 +391,8 @@ def build_batch(inputs: Sequence[SequenceInput], cache: KVCache, device: torch.d
         segment = Segment(seq_id, start, count + tree.size, cache.table(seq_id), tree.parent_list, length)
         if source is not None:
             segment = segment._replace(source_table=cache.table(source), source_length=cache.length(source))
+        if cache.records is not None:
+            segment = segment._replace(state=cache.advance(seq_id, start, count if certain is None else certain))
         segments.append(segment)
         tokens += own_tokens
         positions += range(start, start + count)

@@ -1,7 +1,7 @@
 """The description of a decoder: data that its family reads from config.json, and that all interpreters share.
 
     x = norm(scale * embedding[token] (+ positions[p]))
-    each layer    x = norm(x + scale * norm(attention(norm(x))))
+    each layer    x = norm(x + scale * norm(attention(norm(x))))       or a `State` in place of attention
                   x = norm(x + scale * attention(norm(x), source))
                   x = norm(x + scale * norm(mlp(norm(x))))
                   x = number * (x + norm(a vector of the token and the layer))
@@ -332,7 +332,7 @@ class Attention:
     also sees the later rows of its sequence in a pass. fixed_window: the windows of these rows all begin where that of
     the first one begins. A pass of a model with one of the two has chains alone, and no draft trees. distances: numbers
     that are added to scores. source: keys and values are those of the sequence's encoded source, all of which every row
-    sees.
+    sees. gated: the result is multiplied by the sigmoid of a projection of the input.
     """
 
     heads: int
@@ -353,6 +353,7 @@ class Attention:
     fixed_window: bool = False
     distances: DistanceBias | None = None
     source: bool = False
+    gated: bool = False
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -428,6 +429,64 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class State:
+    """What a layer may have in place of attention: a convolution over the last positions, and perhaps a recurrence.
+
+    Without heads it is a short convolution (LFM2, arXiv 2511.23404), of `width` channels:
+
+        b, c, x = in_proj(input);  out_proj(c * conv(b * x))
+
+    With heads it is a gated delta rule (arXiv 2412.06464). Each of `key_heads` keys serves heads / key_heads
+    consecutive heads, whose state S is [key_dim, head_dim], in float32 or wider:
+
+        q, k, v, z, b, a = the projections of the input;  q, k, v = silu(conv(q, k, v))
+        q, k = q / |q| / sqrt(key_dim), k / |k|;  g = -exp(A_log) softplus(a + dt_bias)
+        S = exp(g) S;  d = sigmoid(b) (v - S^T k);  S = S + k d^T;  out_proj(norm(S^T q) * silu(z))
+
+    conv: how many positions the convolution of each channel sees, its own included. norm: that of each head's result.
+    bias: the projections and the convolution have one.
+    """
+
+    width: int
+    conv: int
+    heads: int = 0
+    key_heads: int = 0
+    key_dim: int = 0
+    head_dim: int = 0
+    norm: Norm | None = None
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.heads and (self.heads % self.key_heads or self.width != 2 * self.key_size + self.size):
+            raise ModelError(
+                f"config.json describes a state of {self.heads} heads for {self.key_heads} keys, not a multiple",
+                "check linear_num_value_heads and linear_num_key_heads in config.json.",
+            )
+
+    @property
+    def key_size(self) -> int:
+        """The width of all queries, and of all keys, of one row."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def size(self) -> int:
+        """The width of the result before `out_proj`."""
+        return self.heads * self.head_dim if self.heads else self.width
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """The widths of the projections of the input, by the names of their modules."""
+        if not self.heads:
+            return {"in_proj": 3 * self.width}
+        return {"in_proj_qkv": self.width, "in_proj_z": self.size, "in_proj_b": self.heads, "in_proj_a": self.heads}
+
+    @property
+    def update_size(self) -> int:
+        """The numbers that change the state by one row: a key per key head, and a vector d and exp(g) per head."""
+        return self.key_size + self.heads * (self.head_dim + 1)
+
+
+@dataclass(frozen=True)
 class Mlp:
     """The feed-forward block; `size` is the width between its projections.
 
@@ -498,7 +557,8 @@ class Experts:
 class Layer:
     """Attention, perhaps attention over the source, then the feed-forward block, each added to the residual stream.
 
-    before_*: the norm of a block's input; None = the block reads the residual stream itself. after_*: the norm of its
+    state: what takes the place of attention; exactly one of the two is there. Norms and factors of attention hold for
+    it. before_*: the norm of a block's input; None = the block reads the residual stream itself. after_*: the norm of its
     result. parallel: both blocks read the same residual stream, and the same norm of it if before_mlp is None.
     residual_scale: the factor of all results. token_inputs: the inputs by token that are added after both. scaled: a
     stored number multiplies the residual stream at the end. cross: attention over the source; before_cross: the norm of
@@ -506,7 +566,7 @@ class Layer:
     the last layer this norm is left out, because it is the norm before the head, or that of the encoder's result.
     """
 
-    attention: Attention
+    attention: Attention | None
     mlp: Mlp | Experts
     before_attention: Norm | None
     before_mlp: Norm | None
@@ -521,6 +581,12 @@ class Layer:
     end_attention: Norm | None = None
     end_cross: Norm | None = None
     end_mlp: Norm | None = None
+    state: State | None = None
+
+    @property
+    def window(self) -> int | None:
+        """The positions that a row of its attention sees; None = all, or there is no attention."""
+        return self.attention.window if self.attention else None
 
 
 @dataclass(frozen=True)
@@ -598,7 +664,9 @@ class DecoderConfig:
     def _check_layer(self, index: int, layer: Layer) -> None:
         """Check a layer against the layer whose keys it shares, and against the vocabulary."""
         own, inputs = layer.attention, layer.token_inputs
-        if own.shares is not None:
+        if bool(own) == bool(layer.state):
+            raise ValueError(f"layer {index} has attention and a state, or neither")
+        if own and own.shares is not None:
             of = self.layers[own.shares].attention if own.shares < index else None
             facts = of and (of.shares, of.kv_heads, of.head_dim, of.window)
             if facts != (None, own.kv_heads, own.head_dim, own.window):
@@ -620,9 +688,10 @@ class DecoderConfig:
                 "config.json describes an encoder whose result not all layers of the decoder read, or none",
                 "use a checkpoint of one of the supported families.",
             )
-        stored = [layer.attention for layer in (*self.layers, *encoder)] if encoder else []
-        read = [(layer.attention, layer.cross) for layer in self.layers if layer.cross]
-        read += [(self.layers[0].attention, layer.attention) for layer in encoder]
+        first = self.attention
+        stored = [layer.attention or first for layer in (*self.layers, *encoder)] if encoder else []
+        read = [(layer.attention or first, layer.cross) for layer in self.layers if layer.cross]
+        read += [(first, layer.attention or first) for layer in encoder]
         if any(of.window or of.shares is not None for of in stored) or any(
             (own.kv_heads, own.head_dim) != (other.kv_heads, other.head_dim) for own, other in read
         ):
@@ -633,7 +702,8 @@ class DecoderConfig:
 
     def _check_sizes(self) -> None:
         """Refuse matrices whose sizes could overflow, before their files are opened."""
-        inner = max(*(layer.mlp.size for layer in self.every_layer), *(of.fused_size for of in self.attentions))
+        widths = [sum(layer.state.projections.values()) for layer in self.layers if layer.state]
+        inner = max(*(layer.mlp.size for layer in self.every_layer), *(of.fused_size for of in self.attentions), *widths)
         tables = sum(layer.token_inputs.size for layer in self.layers if layer.token_inputs)
         largest = max(inner, self.vocab_size)
         if tables * self.vocab_size > MOST_WEIGHTS:
@@ -674,18 +744,24 @@ class DecoderConfig:
 
     @property
     def attention(self) -> Attention:
-        """The first layer's; others may differ."""
-        return self.layers[0].attention
+        """That of the first layer that has any; others may differ."""
+        return self.attentions[0]
+
+    @property
+    def states(self) -> tuple[State | None, ...]:
+        """The state of each layer; () if no layer has one."""
+        states = tuple(layer.state for layer in self.layers)
+        return states if any(states) else ()
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """The distinct rotary positions of the layers, in order of first use."""
-        return tuple(dict.fromkeys(layer.attention.rope for layer in self.layers if layer.attention.rope))
+        return tuple(dict.fromkeys(of.rope for of in self.attentions if of.rope))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer; () if every layer sees all positions."""
-        windows = tuple(layer.attention.window for layer in self.layers)
+        windows = tuple(layer.window for layer in self.layers)
         return windows if any(windows) else ()
 
     @property
@@ -705,8 +781,9 @@ class DecoderConfig:
 def _check_distances(layers: Sequence[Layer]) -> None:
     """Check that each table of distances that a layer shares is that of an earlier layer, and fits."""
     for index, layer in enumerate(layers):
-        own, of = layer.attention, layer.attention.distances
-        if of is None or of.shares is None:
+        own = layer.attention
+        of = own and own.distances
+        if own is None or of is None or of.shares is None:
             continue
         owner = layers[of.shares].attention if of.shares < index else None
         if owner is None or (owner.heads, owner.distances) != (own.heads, replace(of, shares=None)):

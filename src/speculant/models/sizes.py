@@ -11,8 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from speculant.cache import CacheShape, LayerShape
-from speculant.models.description import Attention, DecoderConfig, Embedding, Experts, Layer, Mlp, Norm, TokenInputs
+from speculant.cache import NO_KEYS, CacheShape, LayerShape, StateShape
+from speculant.models.description import (
+    Attention,
+    DecoderConfig,
+    Embedding,
+    Experts,
+    Layer,
+    Mlp,
+    Norm,
+    State,
+    TokenInputs,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +35,7 @@ LAYER = "model.layers.{}."  # begins the names of a layer's tensors
 ENCODER = "encoder."  # begins the names of the encoder's
 ENCODER_LAYER, ENCODER_NORM = "encoder.layers.{}.", "encoder.norm.weight"
 SELF, CROSS = "self_attn.", "cross_attn."  # begin the names of a layer's attention, and of that over the source
+STATE = "linear_attn."  # begins the names of what takes the place of attention
 DISTANCES = "distances.weight"  # of attention
 BEFORE_ATTENTION, BEFORE_MLP = "input_layernorm", "post_attention_layernorm"  # norms of a layer
 BEFORE_CROSS = "cross_attention_layernorm"
@@ -128,18 +139,19 @@ def _read_share(of: Mlp | Experts, rows: int | None) -> float:
 
 def values_per_position(config: DecoderConfig) -> int:
     """Return how many numbers the cache holds for one position: keys and values of each layer."""
-    return sum(2 * layer.attention.key_size for layer in config.layers)
+    return sum(2 * layer.attention.key_size for layer in config.layers if layer.attention)
 
 
 def activations(config: DecoderConfig) -> dict[str, int]:
     """Return the width of each array that a pass fills for a row; see models/native/program.py."""
     kinds, hidden = set(config.every_layer), config.hidden_size
+    states = [layer.state for layer in kinds if layer.state]
     inputs = max((layer.token_inputs.size for layer in kinds if layer.token_inputs), default=0)
     return {
         "x": hidden,
         "y": hidden,
-        "qkv": max(of.fused_size for of in config.attentions),
-        "heads": max(of.query_size for of in config.attentions),
+        "qkv": max([of.fused_size for of in config.attentions] + [sum(of.projections.values()) for of in states]),
+        "heads": max([of.query_size for of in config.attentions] + [of.size for of in states]),
         "gated": max(inner_width(layer.mlp) for layer in kinds),
         **_routed_widths(config),
         **({"embedded": hidden, "inputs": inputs, "projected": inputs} if inputs else {}),
@@ -150,10 +162,19 @@ def cache_shape(
     config: DecoderConfig, dtype: torch.dtype, device: torch.device, stored: torch.dtype | None = None
 ) -> CacheShape:
     """Return the shape of one position of a decoder's cache. stored: see `CacheShape`."""
-    own = tuple(LayerShape(of.kv_heads, of.head_dim, of.shares) for of in (each.attention for each in config.layers))
-    first = own[0]
-    differing = () if len(set(own)) == 1 else own
-    return CacheShape(len(own), first.num_kv_heads, first.head_dim, dtype, device, config.windows, differing, stored)
+    own = tuple(
+        LayerShape(of.kv_heads, of.head_dim, of.shares) if of else NO_KEYS for of in (layer.attention for layer in config.layers)
+    )
+    first, differing = config.attention, () if len(set(own)) == 1 else own
+    states = tuple(of and state_shape(of) for of in config.states)
+    return CacheShape(
+        len(own), first.kv_heads, first.head_dim, dtype, device, config.windows, differing, stored, states
+    )  # fmt: skip
+
+
+def state_shape(of: State) -> StateShape:
+    """Return the shape of the record that a sequence has in such a layer."""
+    return StateShape(of.heads * of.key_dim * of.head_dim, of.update_size, of.width, of.conv)
 
 
 def inner_width(of: Mlp | Experts) -> int:
@@ -193,7 +214,11 @@ def layer_norms(layer: Layer) -> dict[str, Norm]:
 
 def _layer(layer: Layer, hidden: int) -> Shapes:
     """Return a layer's tensors."""
-    found = {SELF + name: shape for name, shape in _attention(layer.attention, hidden).items()}
+    found = {}
+    if layer.attention:
+        found = {SELF + name: shape for name, shape in _attention(layer.attention, hidden).items()}
+    if layer.state:
+        found = {STATE + name: shape for name, shape in _state(layer.state, hidden).items()}
     if layer.cross:
         found |= {CROSS + name: shape for name, shape in _attention(layer.cross, hidden).items()}
     found |= _mlp(layer.mlp, hidden)
@@ -231,6 +256,7 @@ def _token_inputs(of: TokenInputs, hidden: int) -> Shapes:
 def _attention(of: Attention, hidden: int) -> Shapes:
     found: Shapes = {"o_proj.weight": (hidden, of.query_size)}
     own = [("q", of.query_size), ("k", of.key_size), ("v", of.key_size)][: 3 if of.own_kv_heads else 1]
+    own += [("gate", of.query_size)] if of.gated else []
     for name, size in own:
         found[f"{name}_proj.weight"] = (size, hidden)
         if of.bias:
@@ -247,6 +273,17 @@ def _attention(of: Attention, hidden: int) -> Shapes:
     if of.value_norm and of.own_kv_heads:
         found |= _norm("v_norm", of.value_norm, of.head_dim)
     return found
+
+
+def _state(of: State, hidden: int) -> Shapes:
+    found: Shapes = {f"{name}.weight": (size, hidden) for name, size in of.projections.items()}
+    found |= {"conv1d.weight": (of.width, 1, of.conv), "out_proj.weight": (hidden, of.size)}
+    if of.bias:
+        found |= {f"{name}.bias": (size,) for name, size in (*of.projections.items(), ("conv1d", of.width))}
+        found["out_proj.bias"] = (hidden,)
+    if of.heads:
+        found |= {"A_log": (of.heads,), "dt_bias": (of.heads,)}
+    return found | (_norm("norm", of.norm, of.head_dim) if of.norm else {})
 
 
 def _mlp(of: Mlp | Experts, hidden: int) -> Shapes:

@@ -29,7 +29,7 @@ from speculant.models.backends.base import (
     decoded_kinds,
     packing_of,
 )
-from speculant.models.base import CausalLM, ConvertsKeys, check_needs
+from speculant.models.base import CausalLM, ConvertsKeys
 from speculant.models.config import text_config
 from speculant.models.description import DecoderConfig
 from speculant.models.gguf import gguf_weights, read_gguf_config, read_gguf_decoder
@@ -150,7 +150,6 @@ def load_model(
     kept = KeptWeights.of(weight_cache, backend, tensors, _facts(files, chosen, quantization, decoder, vocabulary))
     loaded = kept.backend.load(decoder, weights, chosen, place, quantization)
     weights.check(backend.name)
-    check_needs(loaded.needs)
     model, stored_as = _with_cache_type(loaded, chosen, kv_cache_dtype, backend)
     name, seconds, description = _name(source, role, folder), time.perf_counter() - started, described + stored_as
     logger.info("%s %s: %s, loaded in %.2f s, kernels: %s", role, name, chosen, seconds, description)
