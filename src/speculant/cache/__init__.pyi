@@ -1,10 +1,15 @@
 from .base import (
+    MOST_PENDING as MOST_PENDING,
+    NO_KEYS as NO_KEYS,
+    NO_RECORD as NO_RECORD,
     SCALE_BYTES as SCALE_BYTES,
     CacheShape as CacheShape,
     KVStorage as KVStorage,
     LayerShape as LayerShape,
     Moves as Moves,
     Slots as Slots,
+    StateRows as StateRows,
+    StateShape as StateShape,
     by_length as by_length,
 )
 from .paged import (

@@ -31,6 +31,17 @@ Groups of layers index their blocks in one tree. A node stays as long as it has 
 lists it. In a group without a window a block serves nobody without all blocks before it: when it is evicted, its node
 goes, and all nodes below it.
 
+Layers with a state: a sequence has a record in each of them (`StateShape`), all under one number. A record is written
+once, by the pass that adds rows to the state; then only the updates of later rows are added. So a sequence holds two:
+
+    pass        record     contains the state of      and updates of
+    5 rows      r4         positions 0 - 4            .
+    1 + 3       r1         positions 0 - 5            positions 6, 7, 8, which are drafted     r4 is held until
+    1 + 3       r4         positions 0 - 8            positions 9, 10, 11                      the next pass
+
+Each pass reads the newest record and writes the other one. The one that it read serves again if the pass fails.
+Records of states at the ends of blocks are in the prefix index too, as the blocks of a group of layers are.
+
 Encoded sources in a cache: each is a sequence of its own, which texts with the same source and salt share.
 
     texts     seq 1 ───┐          seq 2 ───┐   seq 3 ───┐
@@ -47,11 +58,11 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from typing_extensions import override
 
-from speculant.cache.base import CacheShape, KVStorage, Moves, Slots
+from speculant.cache.base import MOST_PENDING, NO_RECORD, CacheShape, KVStorage, Moves, Slots, StateRows
 from speculant.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -277,8 +288,11 @@ class BlockPool:
 
     def _evict(self) -> None:
         """Remove the least recently used block and its descendants from the index."""
-        for block in self.index.remove(next(iter(self._kept))):
-            self._forget(block)
+        self._drop(next(iter(self._kept)))
+
+    def _drop(self, block: int) -> None:
+        for gone in self.index.remove(block):
+            self._forget(gone)
 
     def _forget(self, block: int) -> None:
         """Free a block that left the index, unless a sequence holds it."""
@@ -379,15 +393,140 @@ class BlockTable:
         return [blocks[position // size] * size + position % size for position in positions]
 
 
+class Record(NamedTuple):
+    """A record of a sequence: its number, and the positions whose state it contains.
+
+    end: it has the updates of positions from `settled` to here; None = of all that the sequence holds.
+    """
+
+    number: int
+    settled: int
+    end: int | None = None
+
+    def holds(self, n: int) -> bool:
+        """Whether a pass can begin at position n."""
+        return self.settled <= n and (self.end is None or n <= self.end)
+
+
 @dataclass(slots=True)
 class CachedSequence:
-    """A sequence's length, and its table for each group of layers; `prefix` are the nodes of its first full blocks."""
+    """A sequence's length, and its table for each group of layers; `prefix` are the nodes of its first full blocks.
+
+    record, before: the newest record of its states, and the one that the last pass read; None = there is none. saved:
+    records at the ends of blocks that are not in the prefix index yet. border: the last one of these after a text's
+    newest token.
+    """
 
     cache_salt: str
     tables: list[BlockTable]
     length: int = 0
     prefix: list[PrefixNode] = field(default_factory=list)
     table: array[int] | None = None  # the tables in one, made on first use
+    record: Record | None = None
+    before: Record | None = None
+    saved: list[Record] = field(default_factory=list)
+    border: int | None = None
+
+    @property
+    def records(self) -> list[Record]:
+        """All that it holds."""
+        return [each for each in (self.record, self.before, *self.saved) if each is not None]
+
+
+class RecordPool(BlockPool):
+    """The records of sequences' states, and those that prefixes begin with. spare: the most that are saved in a pass.
+
+    A sequence needs two.
+    """
+
+    def __init__(self, num_records: int, spare: int, tree: PrefixTree) -> None:
+        super().__init__(num_records, PrefixIndex(tree, 0))
+        self.spare = spare
+
+    def advance(self, held: CachedSequence, start: int, certain: int) -> StateRows:
+        """See `KVCache.advance`."""
+        own, end = held.record, start + certain
+        number, settled = (NO_RECORD, 0) if own is None else own[:2]
+        waiting = max(start - settled, held.length - end)
+        if waiting > MOST_PENDING:
+            raise ValueError(f"{waiting} rows wait for the state, and {MOST_PENDING} can")
+        if own is not None and not certain and self.is_writable(own.number):
+            return StateRows(number, settled, NO_RECORD, 0)
+        if held.before is not None:
+            self.free(held.before.number)
+        held.before, border = own and own._replace(end=start), (end - 1) // self.block_size * self.block_size
+        save = self._save(held, border, is_newest=certain == 1) if border and settled <= border else NO_RECORD
+        held.record = Record(self.allocate(), end)
+        return StateRows(number, settled, held.record.number, certain, save, border)
+
+    def _save(self, held: CachedSequence, border: int, *, is_newest: bool) -> int:
+        """Return a record for the state at the end of a block; NO_RECORD if it is known, or there is none to spare.
+
+        is_newest: it follows a text's newest token; the last one that did is of no more use.
+        """
+        index = border // self.block_size - 1
+        known = index < len(held.prefix) and self.index.block(held.prefix[index]) is not None
+        if known or not self.spare or any(each.settled == border for each in held.saved):
+            return NO_RECORD
+        self.spare -= 1
+        held.saved.append(Record(self.allocate(), border))
+        if is_newest:
+            last, held.border = held.border, held.saved[-1].number
+            if last is not None and self.is_kept(last):
+                self._drop(last)
+        return held.saved[-1].number
+
+    def index_saved(self, held: CachedSequence) -> None:
+        """Add saved records to the prefix index, whose nodes the sequence lists; others are of no use."""
+        for number, settled, _ in held.saved:
+            if settled // self.block_size <= len(held.prefix):
+                self.index.insert(held.prefix[settled // self.block_size - 1], number)
+        self._free_saved(held)
+
+    def truncate(self, held: CachedSequence, n: int) -> int:
+        """Go back to the state before position n, or to that of the longest known prefix; return its position."""
+        if held.record is None or held.record.holds(n):
+            return n if held.record is not None else 0
+        before, held.before = held.before, None
+        self.free(held.record.number)
+        held.record, at = before, n
+        if before is None or not before.holds(n):
+            if before is not None:
+                self.free(before.number)
+            at = self.known(held.prefix, n)
+            self.hold(held, held.prefix, at)
+        elif before is not None:
+            held.record = before._replace(end=None)
+        self._free_saved(held)
+        return at
+
+    def known(self, nodes: Sequence[PrefixNode], length: int) -> int:
+        """Return the end of the last of these blocks within `length` positions whose state is known; 0 = none is."""
+        for index in range(min(len(nodes), length // self.block_size), 0, -1):
+            if self.index.block(nodes[index - 1]) is not None:
+                return index * self.block_size
+        return 0
+
+    def hold(self, held: CachedSequence, nodes: Sequence[PrefixNode], length: int) -> None:
+        """Let a sequence begin with the state of a prefix."""
+        number = self.index.block(nodes[length // self.block_size - 1]) if length else None
+        held.record = None if number is None else Record(number, length)
+        if number is not None:
+            self.share(number)
+
+    def release(self, held: CachedSequence) -> None:
+        """Free a sequence's records."""
+        for each in (held.record, held.before):
+            if each is not None:
+                self.free(each.number)
+        held.record = held.before = None
+        self._free_saved(held)
+
+    def _free_saved(self, held: CachedSequence) -> None:
+        for each in held.saved:
+            self.free(each.number)
+        self.spare += len(held.saved)
+        held.saved = []
 
 
 class KVCache:
@@ -398,7 +537,8 @@ class KVCache:
 
     num_blocks: of each group of layers. windows: the positions that a row of each group sees, the longest first; None =
     all. With `keep_prefixes` full committed blocks stay after their sequence until the space is needed, and other
-    sequences may begin with them. max_len: the most positions of a sequence.
+    sequences may begin with them. max_len: the most positions of a sequence. records: how many there
+    are, and how many a pass may save; see `RecordPool`.
     """
 
     def __init__(
@@ -409,6 +549,7 @@ class KVCache:
         keep_prefixes: bool = True,
         windows: Sequence[int | None] = (None,),
         max_len: int = sys.maxsize,
+        records: tuple[int, int] = (0, 0),
     ) -> None:
         self.storage, self.num_blocks, self.block_size = storage, num_blocks[0], block_size
         self.num_groups, self.max_len, self._keep_prefixes = len(windows), max_len, keep_prefixes
@@ -417,6 +558,7 @@ class KVCache:
         self.pools = [
             BlockPool(count, PrefixIndex(self._tree, window)) for count, window in zip(num_blocks, windows, strict=True)
         ]
+        self.records = RecordPool(*records, self._tree) if records[0] else None
         self._held: dict[int, CachedSequence] = {}
         self._nothing = self._new("")  # an unknown sequence
 
@@ -439,6 +581,20 @@ class KVCache:
             slots.append(table.slots(start, end))
         return Slots(seq_id, start, slots[0], slots[1:])
 
+    def advance(self, seq_id: int, start: int, certain: int) -> StateRows:
+        """Return what a pass does with a sequence's records, whose last positions, from `start` on, it computes.
+
+        certain: how many of these, from the first one on, will not be dropped again; only a pass that fails may drop
+        them. Raises ValueError if more than MOST_PENDING other ones wait.
+        """
+        assert self.records is not None, "no layer has a state"
+        return self.records.advance(self._held[seq_id], start, certain)
+
+    def settle(self, seq_id: int) -> None:
+        """Count all positions as part of the state: those of a text of copies, which is measured."""
+        held = self._held[seq_id]
+        held.record = held.record and Record(held.record.number, held.length)
+
     def table(self, seq_id: int) -> array[int]:
         """Return a sequence's block table [groups * b] of 64-bit integers, empty for an unknown one.
 
@@ -460,7 +616,8 @@ class KVCache:
     def truncate_to(self, seq_id: int, n: int) -> None:
         """Drop every position from n on (docs/references.md, rollback).
 
-        Raises ValueError, and changes nothing, unless the sequence holds what a row at position n sees.
+        Raises ValueError, and changes nothing, unless the sequence holds what a row at position n sees. But if its
+        state at n is lost, which `holds_window` tells, earlier positions are dropped too, up to a known state.
         """
         held = self._held.get(seq_id, self._nothing)
         if not 0 <= n <= held.length:
@@ -468,6 +625,8 @@ class KVCache:
         if self.is_windowed:
             self._require_window(seq_id, n, "truncate_to")
         if n < held.length:
+            if self.records is not None:
+                n = self.records.truncate(held, n)
             held.length = n
             if len(held.prefix) * self.block_size > n:
                 self._unlist(held, n // self.block_size)
@@ -478,10 +637,15 @@ class KVCache:
                     held.table = None
 
     def holds_window(self, seq_id: int, n: int) -> bool:
-        """Whether `truncate_to(seq_id, n)` is possible: nothing was given back that a row at position n sees."""
-        if n == 0 or not self.is_windowed:
+        """Whether `truncate_to(seq_id, n)` keeps n positions: nothing was given back that a row at position n sees."""
+        if n == 0 or not (self.is_windowed or self.records):
             return True
-        tables = self._held.get(seq_id, self._nothing).tables
+        held = self._held.get(seq_id, self._nothing)
+        if self.records is not None and not any(
+            each is not None and each.holds(n) for each in (held.record, held.before)
+        ):
+            return False
+        tables = held.tables
         return all(table.given_back <= first_seen(table.pool.window, n) // self.block_size for table in tables)
 
     def drop_unseen(self, seq_id: int) -> None:
@@ -507,6 +671,8 @@ class KVCache:
         for n in (base, base + len(path)) if self.is_windowed else ():
             self._require_window(seq_id, n, "compact")
         if path and path[-1] >= len(path):  # else they are in place
+            if self.records is not None:
+                raise ValueError(f"compact({base}, {list(path)}) of sequence {seq_id}, whose state takes chains alone")
             self._move_path(seq_id, held, base, path)
         self.truncate_to(seq_id, base + len(path))
 
@@ -519,7 +685,10 @@ class KVCache:
             raise ValueError(f"fork to sequence {dst}, which is already held")
         if src in self._held:
             held = self._held[src]
-            self._hold(dst, held.cache_salt, held.length, [table.copy() for table in held.tables], held.prefix)
+            copy = self._hold(dst, held.cache_salt, held.length, [table.copy() for table in held.tables], held.prefix)
+            copy.record = held.record
+            if self.records is not None and held.record is not None:
+                self.records.share(held.record.number)
 
     def match_prefix(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "", limit: int | None = None) -> int:
         """Give a new sequence the longest prefix of `tokens` in the prefix index; return its number of positions.
@@ -533,15 +702,22 @@ class KVCache:
         nodes, size = self._tree.match(tokens, cache_salt), self.block_size
         most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
         length = max(0, min(len(nodes) * size, most))
-        while (shorter := min(_known(pool, nodes, length) for pool in self.pools)) < length:
+        while (shorter := self._known(nodes, length)) < length:
             length = shorter
         tables = list[BlockTable]()
         for pool in self.pools:
             gone = first_seen(pool.window, length) // size
             own = [_block_of(pool.index, node) for node in nodes[gone : -(-length // size)]]
             tables.append(BlockTable(pool, [0] * gone + own, gone).copy())
-        self._hold(seq_id, cache_salt, length, tables, nodes[: length // size])
+        held = self._hold(seq_id, cache_salt, length, tables, nodes[: length // size])
+        if self.records is not None:
+            self.records.hold(held, nodes, length)
         return length
+
+    def _known(self, nodes: Sequence[PrefixNode], length: int) -> int:
+        """Return `length`, or a shorter one, if something lacks that a row after that many positions needs."""
+        known = min(_known(pool, nodes, length) for pool in self.pools)
+        return known if self.records is None else self.records.known(nodes, known)
 
     def insert_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Add the sequence's positions of the committed `tokens`, its first ones in order, to the prefix index.
@@ -565,12 +741,15 @@ class KVCache:
                         held.table = None
             node.users += 1
             held.prefix.append(node)
+        if held.saved and self.records is not None:
+            self.records.index_saved(held)
 
     def forget_prefixes(self) -> bool:
         """Empty the prefix index, except for positions that sequences hold; return whether it is empty."""
-        for pool in self.pools:
+        pools = [*self.pools, *([self.records] if self.records else [])]
+        for pool in pools:
             pool.drop_kept()
-        return not any(pool.index.nodes for pool in self.pools)
+        return not any(pool.index.nodes for pool in pools)
 
     def release(self, seq_id: int) -> None:
         """Free a sequence; an unknown one is ignored."""
@@ -578,6 +757,8 @@ class KVCache:
         if held is not None:
             for table in held.tables:
                 table.drop(0)
+            if self.records is not None:
+                self.records.release(held)
             self._unlist(held, 0)
 
     def free_tokens(self) -> int:
@@ -603,16 +784,23 @@ class KVCache:
                 assert indexed == own[: len(indexed)], "the index has another block than the sequence"
                 assert first * self.block_size <= first_seen(table.pool.window, held.length), "a block is missing"
         self._tree.check(node for held in sequences for node in held.prefix)
+        if self.records is not None:
+            self.records.check(Counter(each.number for held in sequences for each in held.records))
+            for held in sequences:
+                assert held.record is None or held.record.settled <= held.length, (
+                    "a state of positions that were dropped"
+                )
 
     def _new(self, cache_salt: str) -> CachedSequence:
         return CachedSequence(cache_salt, [BlockTable(pool) for pool in self.pools])
 
     def _hold(
         self, seq_id: int, cache_salt: str, length: int, tables: list[BlockTable], prefix: Sequence[PrefixNode]
-    ) -> None:
+    ) -> CachedSequence:
         for node in prefix:
             node.users += 1
-        self._held[seq_id] = CachedSequence(cache_salt, tables, length, list(prefix))
+        held = self._held[seq_id] = CachedSequence(cache_salt, tables, length, list(prefix))
+        return held
 
     def _require_window(self, seq_id: int, n: int, call: str) -> None:
         if not self.holds_window(seq_id, n):

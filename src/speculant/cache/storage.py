@@ -28,6 +28,8 @@ from speculant.tree import ids
 
 ROUNDED = torch.int8
 LARGEST = 127.0
+RECORDS_OF_SEQUENCE = 2  # one of them is written while the other is read
+NO_RECORDS, USUAL_RECORDS = (0, 0), (32, 8)
 LEAST = 1e-36  # a smaller max |x|, unless it is 0, counts as this: 127 / max |x| must not overflow
 
 
@@ -55,8 +57,8 @@ class TensorStorage(KVStorage):
                 for layer, of in enumerate(shape.states) if of
             }  # fmt: skip
         except RuntimeError as error:
-            needed = sum(count * shape.bytes_of(of.layers) for count, of in zip(counts, groups, strict=True))
-            needed = (needed + num_records * shape.state_bytes) / 2**30
+            keys = sum(count * shape.bytes_of(of.layers) for count, of in zip(counts, groups, strict=True))
+            needed = (keys + num_records * shape.state_bytes) / 2**30
             raise CapacityError(
                 f"the KV cache needs {needed:.2f} GiB for {counts[0]} positions and the allocation failed ({error})",
                 fix,
@@ -136,16 +138,25 @@ def read_heads(stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def paged_cache(
-    shape: CacheShape, num_blocks: int | Sequence[int], block_size: int, keep_prefixes: bool = True
+    shape: CacheShape,
+    num_blocks: int | Sequence[int],
+    block_size: int,
+    keep_prefixes: bool = True,
+    records: tuple[int, int] = USUAL_RECORDS,
 ) -> KVCache:
     """Make a cache of small blocks; raises CapacityError if the memory can't be allocated.
 
-    num_blocks: of each group of layers, or one number for every group.
+    num_blocks: of each group of layers, or one number for every group. records: how many a model with states has, and
+    how many of them a pass may save for prefixes.
     """
     windows = [group.window for group in shape.groups]
     counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else num_blocks
-    storage = TensorStorage(shape, [count * block_size for count in counts], "lower kv_memory.")
-    return KVCache(storage, counts, block_size, keep_prefixes, windows)
+    if not shape.states:
+        records = NO_RECORDS
+    elif not keep_prefixes:
+        records = (records[0], 0)
+    storage = TensorStorage(shape, [count * block_size for count in counts], "lower kv_memory.", records[0])
+    return KVCache(storage, counts, block_size, keep_prefixes, windows, records=records)
 
 
 def slotted_cache(shape: CacheShape, num_seqs: int, max_len: int) -> KVCache:
@@ -153,5 +164,6 @@ def slotted_cache(shape: CacheShape, num_seqs: int, max_len: int) -> KVCache:
 
     It keeps all positions of every layer, even of those with a window, and no prefixes.
     """
-    storage = TensorStorage(shape, num_seqs * max_len, "lower max_num_seqs or max_model_len.")
-    return KVCache(storage, [num_seqs], max_len, keep_prefixes=False, max_len=max_len)
+    records = (RECORDS_OF_SEQUENCE * (num_seqs + 1), 0) if shape.states else NO_RECORDS
+    storage = TensorStorage(shape, num_seqs * max_len, "lower max_num_seqs or max_model_len.", records[0])
+    return KVCache(storage, [num_seqs], max_len, keep_prefixes=False, max_len=max_len, records=records)

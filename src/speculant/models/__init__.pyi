@@ -160,6 +160,7 @@ from .reference import (
     Decoder as Decoder,
     Learned as Learned,
     RoutedMlp as RoutedMlp,
+    WholeTexts as WholeTexts,
     context_slots as context_slots,
     distance_scores as distance_scores,
     spread as spread,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -40,7 +40,7 @@ MOST_HEAD_DIM, MOST_LAYERS = 2**16, 10_000
 MOST_EXPERTS = 2**12  # of a layer; each has tensors of its own
 MOST_THETA, MOST_FACTOR = 1e30, 1e6  # far above those of any checkpoint, and finite in float32
 POSITIVE = (1e-12, 1e12)  # bounds of scales and caps
-FULL, SLIDING = "full_attention", "sliding_attention"  # layer types
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # layer types
 MOST_SHOWN = 300  # characters of a value in an error message
 _SHARED = (
     "tie_word_embeddings",
@@ -540,7 +540,7 @@ def read_decoder(
     tensors: the names in the files. norm: the one before the head; None = as `read_norm` reads it. embedding, head:
     other fields of these parts. by_kind: see `longest_context`.
     """
-    rotates = any(layer.attention.rope for layer in layers)
+    rotates = any(layer.attention and layer.attention.rope for layer in layers)
     return DecoderConfig(
         embedding=Embedding(count(hf, "vocab_size"), count(hf, "hidden_size"), mask=_read_mask(hf), **embedding),
         layers=tuple(layers),
@@ -613,7 +613,7 @@ def read_attention(hf: Mapping[str, Any], **own: Any) -> Attention:
 
 def windowed(layer: Layer, windows: Sequence[int | None]) -> list[Layer]:
     """Return a layer for each of these sliding windows, None = full attention; they differ in nothing else."""
-    return layers_of(windows, lambda window: replace(layer, attention=replace(layer.attention, window=window)))
+    return layers_of(windows, lambda window: layer.attending(window=window))
 
 
 def layers_of(kinds: Sequence[_Kind], make: Callable[[_Kind], Layer]) -> list[Layer]:
@@ -627,15 +627,18 @@ def count_layers(hf: Mapping[str, Any]) -> int:
     return count(hf, "num_hidden_layers", most=MOST_LAYERS)
 
 
-def read_layer_types(hf: Mapping[str, Any], full: Callable[[int], bool]) -> list[str]:
-    """Read the kind of each layer. full: whether a layer has full attention if config.json does not list them."""
+def read_layer_types(hf: Mapping[str, Any], full: Callable[[int], bool], other: str = SLIDING) -> list[str]:
+    """Read the kind of each layer: full attention, or `other`.
+
+    full: whether a layer has full attention if config.json does not list them.
+    """
     layers, kinds = count_layers(hf), hf.get("layer_types")
     if kinds is None or kinds == []:
-        return [FULL if full(index) else SLIDING for index in range(layers)]
-    if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
+        return [FULL if full(index) else other for index in range(layers)]
+    if not isinstance(kinds, list) or any(kind not in (FULL, other) for kind in kinds):
         raise ModelError(
             f"config.json has layer_types = {show(kinds)}",
-            f"list one of these for each layer: {FULL}, {SLIDING}.",
+            f"list one of these for each layer: {FULL}, {other}.",
         )
     if len(kinds) != layers:
         raise ModelError(

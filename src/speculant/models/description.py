@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
@@ -557,13 +558,13 @@ class Experts:
 class Layer:
     """Attention, perhaps attention over the source, then the feed-forward block, each added to the residual stream.
 
-    state: what takes the place of attention; exactly one of the two is there. Norms and factors of attention hold for
-    it. before_*: the norm of a block's input; None = the block reads the residual stream itself. after_*: the norm of its
-    result. parallel: both blocks read the same residual stream, and the same norm of it if before_mlp is None.
-    residual_scale: the factor of all results. token_inputs: the inputs by token that are added after both. scaled: a
-    stored number multiplies the residual stream at the end. cross: attention over the source; before_cross: the norm of
-    its input. end_*: the norm of the residual stream after a block was added to it, as in arXiv 1706.03762. In
-    the last layer this norm is left out, because it is the norm before the head, or that of the encoder's result.
+    state: what takes the place of attention, with the same norms and factors. before_*: the norm of a block's input;
+    None = the block reads the residual stream itself. after_*: the norm of its result. parallel: both blocks read the
+    same residual stream, and the same norm of it if before_mlp is None. residual_scale: the factor of all results.
+    token_inputs: the inputs by token that are added after both. scaled: a stored number multiplies the residual
+    stream at the end. cross: attention over the source; before_cross: the norm of its input. end_*: the norm of the
+    residual stream after a block was added to it, as in arXiv 1706.03762. In the last layer this norm is left out,
+    because it is the norm before the head, or that of the encoder's result.
     """
 
     attention: Attention | None
@@ -587,6 +588,11 @@ class Layer:
     def window(self) -> int | None:
         """The positions that a row of its attention sees; None = all, or there is no attention."""
         return self.attention.window if self.attention else None
+
+    def attending(self, **fields: Any) -> Layer:
+        """Return a layer whose attention has other fields."""
+        assert self.attention, "the layer has a state in place of attention"
+        return replace(self, attention=replace(self.attention, **fields))
 
 
 @dataclass(frozen=True)
@@ -703,7 +709,9 @@ class DecoderConfig:
     def _check_sizes(self) -> None:
         """Refuse matrices whose sizes could overflow, before their files are opened."""
         widths = [sum(layer.state.projections.values()) for layer in self.layers if layer.state]
-        inner = max(*(layer.mlp.size for layer in self.every_layer), *(of.fused_size for of in self.attentions), *widths)
+        inner = max(
+            *(layer.mlp.size for layer in self.every_layer), *(of.fused_size for of in self.attentions), *widths
+        )
         tables = sum(layer.token_inputs.size for layer in self.layers if layer.token_inputs)
         largest = max(inner, self.vocab_size)
         if tables * self.vocab_size > MOST_WEIGHTS:

@@ -245,7 +245,7 @@ def _norms(config: DecoderConfig) -> dict[str, Norm]:
     """Return the norms of a model by name; all layers have the same kinds."""
     layer = config.layers[0]
     found = {LAYER + own: norm for own, norm in layer_norms(layer).items()} | {"model.norm": config.norm}
-    own = layer.attention.qk_norm
+    own = config.attention.qk_norm
     return found | ({f"{LAYER}self_attn.{name}_norm": own for name in "qk"} if own else {})
 
 

@@ -270,7 +270,7 @@ class HeadDecoder(DescribedModule):
         angles = angles_of(self._rotaries, batch.positions, states.dtype, batch.long_rows(self.needs))
         for index, (layer, of) in enumerate(zip(self.layers, self.config.layers, strict=True)):
             keys, values = cast(LayerAttention, layer.self_attn).keys(states, angles)
-            storage.write(index, batch.slots_of(groups[of.attention.window]), keys, values)
+            storage.write(index, batch.slots_of(groups[of.window]), keys, values)
         return Hidden(states[:0])
 
     def _block(self, batch: Batch, storage: KVStorage) -> Hidden:

@@ -72,7 +72,7 @@ def rotation_of(of: Attention) -> Rope | None:
 
 def rotations(config: DecoderConfig) -> tuple[Rope, ...]:
     """Return the distinct rotary positions of a decoder's layers, each with its dimensions, in order of first use."""
-    found = dict.fromkeys(map(rotation_of, (layer.attention for layer in config.layers)))
+    found = dict.fromkeys(rotation_of(layer.attention) for layer in config.layers if layer.attention)
     return tuple(rotation for rotation in found if rotation)
 
 

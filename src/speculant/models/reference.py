@@ -23,7 +23,17 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from speculant.cache import CacheShape, KVCache, KVStorage, by_length, first_seen
+from speculant.cache import (
+    MOST_PENDING,
+    NO_RECORD,
+    CacheShape,
+    KVCache,
+    KVStorage,
+    StateShape,
+    by_length,
+    first_seen,
+)
+from speculant.errors import ConfigError
 from speculant.kernels import attend, reference
 from speculant.models.base import (
     BackendModel,
@@ -50,6 +60,7 @@ from speculant.models.description import (
     Mlp,
     Norm,
     Rope,
+    State,
     TokenInputs,
     restart_of,
 )
@@ -67,6 +78,7 @@ from speculant.models.sizes import (
     layer_norms,
     learned_positions,
     relative_reads,
+    state_shape,
 )
 from speculant.models.weights.source import WeightSource, read_plain
 from speculant.tree import ancestors_of, ids
@@ -77,6 +89,26 @@ class Learned(NamedTuple):
 
     sinks: Tensor | None = None  # [heads]
     distances: Tensor | None = None  # [buckets, heads], see `DistanceBias`
+
+
+class StateInputs(NamedTuple):
+    """What rows do to a state: keys and queries [..., n, heads, key_dim], values [..., n, heads, head_dim].
+
+    decay, rate [..., n, heads]: exp(g) and the sigmoid of b; see `State`.
+    """
+
+    key: Tensor
+    value: Tensor
+    decay: Tensor
+    rate: Tensor
+    query: Tensor
+
+
+def change(state: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a state [..., heads, key_dim, head_dim] after a row, and the row's vector d [..., heads, head_dim]."""
+    kept = state * decay[..., None, None]
+    added = (value - (kept * key[..., None]).sum(-2)) * rate[..., None]
+    return kept + key[..., None] * added[..., None, :], added
 
 
 class Attend(Protocol):
@@ -97,12 +129,57 @@ class Attend(Protocol):
         ...
 
 
+class Recurrence(ABC):
+    """Where the states of layers are; as `Attend`, for layers with a `State`. An `Attend` may be one too."""
+
+    @abstractmethod
+    def convolve(self, layer: int, of: State, columns: Tensor, weight: Tensor) -> Tensor:
+        """Return the weighted sums [..., n, width] of the last columns of each row.
+
+        columns [..., n, width] are those of the rows; weight [width, conv].
+        """
+
+    @abstractmethod
+    def recur(self, layer: int, of: State, rows: StateInputs) -> Tensor:
+        """Return the results S^T q [..., n, heads, head_dim] of rows."""
+
+
+class WholeTexts(Recurrence):
+    """Texts [..., n, ...] without a cache."""
+
+    @override
+    def convolve(self, layer: int, of: State, columns: Tensor, weight: Tensor) -> Tensor:
+        padded = torch.nn.functional.pad(columns, (0, 0, of.conv - 1, 0))
+        return (padded.unfold(-2, of.conv, 1) * weight).sum(-1)
+
+    @override
+    def recur(self, layer: int, of: State, rows: StateInputs) -> Tensor:
+        *batch, n = rows.query.shape[:-2]
+        state, results = rows.query.new_zeros(*batch, of.heads, of.key_dim, of.head_dim), list[Tensor]()
+        for row in range(n):
+            key, value, decay, rate, query = (each.select(len(batch), row) for each in rows)
+            state, _ = change(state, key, value, decay, rate)
+            results.append((state * query[..., None]).sum(-2))
+        return torch.stack(results, len(batch))
+
+
+def recurrence_of(attend: Attend) -> Recurrence:
+    """Return where the states are. Raises ConfigError if there are none: in training that masks rows of a text."""
+    own = attend.within if isinstance(attend, Sharing) else attend
+    if not isinstance(own, Recurrence):
+        raise ConfigError(
+            "this training lets rows of a text see some earlier rows alone, and a layer with a state sees all",
+            "train another kind of draft for this model.",
+        )
+    return own
+
+
 class Sharing(Attend):
     """Calls `attend`; layers without keys, values or distances of their own get those of the layer that they read."""
 
     def __init__(self, attend: Attend, layers: Sequence[Layer]) -> None:
-        self._attend = attend
-        self._read = {layer.attention.shares for layer in layers}
+        self.within = attend
+        self._read = {layer.attention.shares for layer in layers if layer.attention}
         self._kept = dict[int, tuple[Tensor, Tensor]]()
         self._distances = dict[int, Tensor]()  # tables by layer
 
@@ -119,7 +196,7 @@ class Sharing(Attend):
             self._distances[layer] = learned.distances
         elif of.distances and of.distances.shares is not None:
             learned = learned._replace(distances=self._distances[of.distances.shares])
-        return self._attend(layer, of, query, key, value, learned)
+        return self.within(layer, of, query, key, value, learned)
 
 
 def distance_scores(learned: Learned, buckets: Tensor) -> Tensor:
@@ -140,9 +217,86 @@ class Seen(NamedTuple):
     buckets: Tensor | None = None  # [rows, keys], of the distances; None = they add nothing
 
 
+class Records(NamedTuple):
+    """The records of a layer with a state; see `StateShape`."""
+
+    of: StateShape
+    data: Tensor  # [records, size]
+
+    def state(self, record: int) -> Tensor:
+        """Return a record's state, a view."""
+        return self.data[record, : self.of.state]
+
+    def update(self, record: int, position: int) -> Tensor:
+        """Return the update of a position, a view."""
+        first = self.of.state + position % MOST_PENDING * self.of.update
+        return self.data[record, first : first + self.of.update]
+
+    def column(self, record: int, position: int) -> Tensor:
+        """Return the column of a position, a view; zeros before the first one."""
+        if position < 0:
+            return self.data.new_zeros(self.of.column)
+        of = self.of
+        first = of.state + MOST_PENDING * of.update + position % of.columns * of.column
+        return self.data[record, first : first + of.column]
+
+
+def _convolve_segment(records: Records, segment: Segment, columns: Tensor, weight: Tensor) -> Tensor:
+    """Convolve the columns [rows, width] of one sequence, and store those that later passes need."""
+    of, state, start, seen = records.of, segment.state, segment.start, records.of.conv - 1
+    assert state is not None, "a pass without records"
+    assert segment.is_chain, "a layer with a state takes no trees"
+    before = [records.column(state.read, position) for position in range(start - seen, start)]
+    every = torch.cat((torch.stack(before).to(columns.dtype), columns)) if before else columns
+    at = {position: every[position - start + seen] for position in range(start - seen, segment.end)}
+    out = (every.unfold(0, of.conv, 1) * weight).sum(-1)
+    end = start + state.certain
+    stored = [(state.read, range(start, segment.end))]
+    if state.write != NO_RECORD:
+        stored = [(state.write, range(max(0, end - seen), segment.end))]
+    if state.save != NO_RECORD:
+        stored.append((state.save, range(max(0, state.saved - seen), state.saved)))
+    for record, positions in stored:
+        for position in positions:
+            own = at[position] if position in at else records.column(state.read, position).clone()
+            records.column(record, position).copy_(own)
+    return out
+
+
+def _recur_segment(of: State, records: Records, segment: Segment, rows: StateInputs) -> Tensor:
+    """Compute the rows of one sequence after the updates that wait for its state."""
+    own, sizes = segment.state, (of.key_size, of.heads * of.head_dim, of.heads)
+    assert own is not None, "a pass without records"
+    shape, results = (of.heads, of.key_dim, of.head_dim), list[Tensor]()
+    state = records.data.new_zeros(shape) if own.read == NO_RECORD else records.state(own.read).view(shape).clone()
+
+    def keep(position: int) -> None:
+        if own.save != NO_RECORD and position == own.saved:
+            records.state(own.save).copy_(state.flatten())
+        if own.write != NO_RECORD and position == segment.start + own.certain:
+            records.state(own.write).copy_(state.flatten())
+
+    keep(own.settled)
+    for position in range(own.settled, segment.start):
+        key, added, decay = records.update(own.read, position).split_with_sizes(sizes)
+        keys = key.view(of.key_heads, -1).repeat_interleave(of.heads // of.key_heads, 0)
+        state = state * decay[:, None, None] + keys[..., None] * added.view(of.heads, 1, -1)
+        keep(position + 1)
+    for row, position in enumerate(range(segment.start, segment.end)):
+        key, value, decay, rate, query = (each[row].to(state.dtype) for each in rows)
+        state, added = change(state, key, value, decay, rate)
+        results.append((state * query[..., None]).sum(-2))
+        if row >= own.certain:
+            to = own.read if own.write == NO_RECORD else own.write
+            keys = key[:: of.heads // of.key_heads]
+            records.update(to, position).copy_(torch.cat((keys.flatten(), added.flatten(), decay)))
+        keep(position + 1)
+    return torch.stack(results).to(rows.value.dtype)
+
+
 @dataclass(frozen=True)
-class StoredKeys(Attend):
-    """Attention of a flat batch over the keys and values of a storage, to which it adds its own.
+class StoredKeys(Attend, Recurrence):
+    """Attention of a flat batch over the keys and values of a storage, to which it adds its own; states likewise.
 
     Rows are [T, heads, head_dim]. Every layer uses the slots and the masks of its own sliding window. Keys that no row
     of a pass sees are not read.
@@ -184,10 +338,31 @@ class StoredKeys(Attend):
         ]
         return out[0] if len(out) == 1 else torch.cat(out)
 
+    @override
+    def convolve(self, layer: int, of: State, columns: Tensor, weight: Tensor) -> Tensor:
+        records, parts, first = self._records(layer, of), list[Tensor](), 0
+        for segment in self.batch.segments:
+            own = columns[first : first + segment.num_rows]
+            parts.append(_convolve_segment(records, segment, own, weight))
+            first += segment.num_rows
+        return torch.cat(parts)
+
+    @override
+    def recur(self, layer: int, of: State, rows: StateInputs) -> Tensor:
+        records, parts, first = self._records(layer, of), list[Tensor](), 0
+        for segment in self.batch.segments:
+            own = StateInputs(*(each[first : first + segment.num_rows] for each in rows))
+            parts.append(_recur_segment(of, records, segment, own))
+            first += segment.num_rows
+        return torch.cat(parts)
+
+    def _records(self, layer: int, of: State) -> Records:
+        return Records(state_shape(of), self.storage.records(layer))
+
 
 def groups_of(layers: Sequence[Layer], batch: Batch) -> dict[int | None, int]:
     """Return the group of layers whose slots in a batch are used, for each sliding window of layers."""
-    windows = by_length(layer.attention.window for layer in layers)
+    windows = by_length(layer.window for layer in layers)
     return {window: index if batch.num_groups > 1 else 0 for index, window in enumerate(windows)}
 
 
@@ -429,6 +604,8 @@ class LayerAttention(nn.Module):
         if of.own_kv_heads:
             self.k_proj = nn.Linear(inputs, of.key_size, bias=of.bias)
             self.v_proj = nn.Linear(inputs, of.key_size, bias=of.bias)
+        if of.gated:
+            self.gate_proj = nn.Linear(inputs, of.query_size, bias=of.bias)
         self.o_proj = nn.Linear(of.query_size, hidden, bias=of.output_bias)
         if of.qk_norm:
             self.q_norm = NormLayer(of.normed_sizes[0], of.qk_norm)
@@ -450,8 +627,10 @@ class LayerAttention(nn.Module):
             query, key = rotated.split_with_sizes((of.heads, of.own_kv_heads), dim=-2)
             query = query if factors is None else query * factors
         learned = Learned(self.sinks, None if self.distances is None else self.distances.weight)
-        attended = attend(self._layer, of, query, key, value, learned)
-        projected: Tensor = self.o_proj(attended.flatten(-2))
+        attended = attend(self._layer, of, query, key, value, learned).flatten(-2)
+        if of.gated:
+            attended = attended * torch.sigmoid(self.gate_proj(x))
+        projected: Tensor = self.o_proj(attended)
         return projected
 
     def keys(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
@@ -474,6 +653,65 @@ class LayerAttention(nn.Module):
         if of.norm_all_heads:
             return normed(x).view(*x.shape[:-1], heads, of.head_dim)  # type: ignore[no-any-return]
         return normed(x.view(*x.shape[:-1], heads, of.head_dim))  # type: ignore[no-any-return]
+
+
+class LayerState(nn.Module):
+    """What a layer has in place of attention; see `State`. It reads inputs [..., inputs]."""
+
+    def __init__(self, of: State, layer: int, inputs: int, hidden: int) -> None:
+        super().__init__()
+        self._of, self._layer = of, layer
+        for name, size in of.projections.items():
+            self.add_module(name, nn.Linear(inputs, size, bias=of.bias))
+        self.conv1d = nn.Conv1d(of.width, of.width, of.conv, groups=of.width, bias=of.bias)
+        self.out_proj = nn.Linear(of.size, hidden, bias=of.bias)
+        if of.heads:
+            self.A_log, self.dt_bias = nn.Parameter(torch.zeros(of.heads)), nn.Parameter(torch.zeros(of.heads))
+        self.norm = NormLayer(of.head_dim, of.norm) if of.norm else None
+
+    def forward(self, x: Tensor, states: Recurrence) -> Tensor:
+        """Map x [..., n, inputs] to [..., n, hidden]."""
+        parts = [self.get_submodule(name)(x) for name in self._of.projections]
+        out: Tensor = self.out_proj(self._recur(states, *parts) if self._of.heads else self._convolved(states, *parts))
+        return out
+
+    def _convolved(self, states: Recurrence, parts: Tensor) -> Tensor:
+        before, after, columns = parts.chunk(3, dim=-1)
+        return after * self._convolve(states, before * columns)
+
+    def _convolve(self, states: Recurrence, columns: Tensor) -> Tensor:
+        out = states.convolve(self._layer, self._of, columns, self.conv1d.weight.squeeze(1))
+        return out if self.conv1d.bias is None else out + self.conv1d.bias
+
+    def _recur(self, states: Recurrence, columns: Tensor, gate: Tensor, rate: Tensor, time: Tensor) -> Tensor:
+        of, wide = self._of, torch.promote_types(columns.dtype, torch.float32)
+        convolved = torch.nn.functional.silu(self._convolve(states, columns))
+        query, key, value = convolved.split_with_sizes((of.key_size, of.key_size, of.heads * of.head_dim), -1)
+        query, key = (self._heads(unit(_of_heads(each, of.key_dim).to(wide))) for each in (query, key))
+        slope = torch.nn.functional.softplus(time.to(wide) + self.dt_bias.to(wide))
+        decay = (-self.A_log.to(wide).exp() * slope).exp()
+        values = _of_heads(value, of.head_dim).to(wide)
+        rows = StateInputs(key, values, decay, rate.sigmoid().to(wide), query * of.key_dim**-0.5)
+        result = states.recur(self._layer, of, rows).to(columns.dtype)
+        normed = result if self.norm is None else self.norm(result)
+        gates = torch.nn.functional.silu(_of_heads(gate, of.head_dim).to(wide))
+        return (normed * gates).to(columns.dtype).flatten(-2)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """Return queries or keys [..., key_heads, key_dim] for each head."""
+        return x.repeat_interleave(self._of.heads // self._of.key_heads, -2)
+
+
+def _of_heads(x: Tensor, dim: int) -> Tensor:
+    return x.view(*x.shape[:-1], -1, dim)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Return vectors [..., dim] of length 1, or less near 0."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + LEAST_SQUARES)
+
+
+LEAST_SQUARES = 1e-6
 
 
 class LayerTokens(nn.Module):
@@ -507,7 +745,10 @@ class DecoderLayer(nn.Module):
     def __init__(self, layer: Layer, index: int, hidden: int, inputs: int) -> None:
         super().__init__()
         self._of = layer
-        self.self_attn = LayerAttention(layer.attention, index, inputs, hidden)
+        if layer.attention:
+            self.self_attn = LayerAttention(layer.attention, index, inputs, hidden)
+        if layer.state:
+            self.linear_attn = LayerState(layer.state, index, inputs, hidden)
         self.cross_attn = LayerAttention(layer.cross, index, hidden, hidden) if layer.cross else None
         mlp = layer.mlp
         self.mlp = RoutedMlp(mlp, hidden) if isinstance(mlp, Experts) else FeedForward(mlp, hidden)
@@ -522,7 +763,9 @@ class DecoderLayer(nn.Module):
 
     def add(self, x: Tensor, entering: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """Add all blocks to the residual stream x [..., hidden]; attention reads `entering` [..., inputs]."""
-        attended = x + self._scaled(self._after(AFTER_ATTENTION, self.self_attn(entering, angles, attend)))
+        state = self._of.state
+        mixed = self.linear_attn(entering, recurrence_of(attend)) if state else self.self_attn(entering, angles, attend)
+        attended = x + self._scaled(self._after(AFTER_ATTENTION, mixed))
         attended = self._after(END_ATTENTION, attended)
         if self.cross_attn is not None:
             attended = attended + self._scaled(self.cross_attn(self._after(BEFORE_CROSS, attended), angles, attend))
@@ -609,6 +852,12 @@ def fill(model: nn.Module, weights: WeightSource, dtype: torch.dtype, device: to
         setattr(model.get_submodule(part), own, nn.Parameter(tensor, requires_grad=False))
 
 
+def needs_of(config: DecoderConfig) -> ModelNeeds:
+    """Return what a decoder requires of the engine."""
+    most_nodes = MOST_PENDING - 1 if config.states else None
+    return ModelNeeds(source=config.encoder is not None, most_nodes=most_nodes, restart_at=config.restart_at)
+
+
 class DescribedModule(nn.Module, ABC, RunsPasses):
     """The sizes of a `CausalLM` that a description determines."""
 
@@ -649,7 +898,7 @@ class Decoder(DescribedModule, BackendModel):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.needs = ModelNeeds(source=config.encoder is not None, restart_at=config.restart_at)
+        self.needs = needs_of(config)
         self.model = _Backbone(config)
         self.encoder = EncoderLayers(config.encoder, config.embedding) if config.encoder else None
         rows, biased = len(config.head.tokens) or config.vocab_size, config.head.bias

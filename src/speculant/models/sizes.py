@@ -163,10 +163,11 @@ def cache_shape(
 ) -> CacheShape:
     """Return the shape of one position of a decoder's cache. stored: see `CacheShape`."""
     own = tuple(
-        LayerShape(of.kv_heads, of.head_dim, of.shares) if of else NO_KEYS for of in (layer.attention for layer in config.layers)
+        LayerShape(of.kv_heads, of.head_dim, of.shares) if of else NO_KEYS
+        for of in (layer.attention for layer in config.layers)
     )
     first, differing = config.attention, () if len(set(own)) == 1 else own
-    states = tuple(of and state_shape(of) for of in config.states)
+    states = tuple(None if of is None else state_shape(of) for of in config.states)
     return CacheShape(
         len(own), first.kv_heads, first.head_dim, dtype, device, config.windows, differing, stored, states
     )  # fmt: skip

@@ -251,10 +251,9 @@ def with_blocks(sizes: DecoderConfig, weights: Renamed, target: CausalLM) -> Dec
         ahead = window is None or flag(entries, "sliding_window_non_causal")
         if entries.get("is_causal") is not None:
             ahead = not flag(entries, "is_causal")
-        attention = replace(layer.attention, ahead=ahead)
         if window is not None and fixed:
-            attention = replace(attention, window=window + 1, fixed_window=True)
-        return replace(layer, attention=attention)
+            return layer.attending(ahead=ahead, window=window + 1, fixed_window=True)
+        return layer.attending(ahead=ahead)
 
     embedding = replace(sizes.embedding, scale=number(entries, EMBEDDING_SCALE, 1.0, *POSITIVE))
     described = replace(sizes, embedding=embedding, layers=tuple(map(of_blocks, sizes.layers, windows)))

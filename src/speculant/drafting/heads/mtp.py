@@ -116,12 +116,7 @@ def _with_offset(sizes: DecoderConfig) -> DecoderConfig:
     """Return the sizes with norms whose stored scales are those minus one."""
     norm = replace(sizes.norm, offset=1.0)
     layers = [
-        replace(
-            layer,
-            attention=replace(layer.attention, qk_norm=layer.attention.qk_norm and norm),
-            before_attention=norm,
-            before_mlp=norm,
-        )
+        replace(layer.attending(qk_norm=sizes.attention.qk_norm and norm), before_attention=norm, before_mlp=norm)
         for layer in sizes.layers
     ]
     return replace(sizes, norm=norm, layers=tuple(layers))

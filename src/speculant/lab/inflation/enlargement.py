@@ -150,9 +150,9 @@ def _extended(values: list[Any], count: int) -> list[Any]:
 
 
 def _resized(layer: Layer, shape: Shape) -> Layer:
-    attention = replace(layer.attention, heads=shape.num_attention_heads, kv_heads=shape.num_key_value_heads)
     assert isinstance(layer.mlp, Mlp)
-    return replace(layer, attention=attention, mlp=replace(layer.mlp, size=shape.intermediate_size))
+    resized = layer.attending(heads=shape.num_attention_heads, kv_heads=shape.num_key_value_heads)
+    return replace(resized, mlp=replace(layer.mlp, size=shape.intermediate_size))
 
 
 _SEED, _NOISE_SEED, _SCALE = 0, 1, 0.02  # of the random weights, and of noise

@@ -188,7 +188,7 @@ def _rescaled(tensors: Mapping[str, Tensor], decoder: DecoderConfig) -> dict[str
     made[HEAD] = made.get(HEAD, made[TABLE]) * made[NORM]
     made[NORM] = torch.ones_like(made[NORM])
     for index, layer in enumerate(decoder.layers):
-        at, of = LAYER.format(index), layer.attention
+        at, of = LAYER.format(index), layer.attention or decoder.attention
         for norm, readers in _READERS.items():
             gains = made[f"{at}{norm}.weight"]
             for reader in readers:

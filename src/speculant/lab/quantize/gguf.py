@@ -356,7 +356,7 @@ def _positions(config: Config, decoder: DecoderConfig) -> Entries:
     if rope is None:
         return {}
     found = {"rope.freq_base": rope.theta, "rope.dimension_count": rotated}
-    sliding = next((layer.attention.rope for layer in decoder.layers if layer.attention.window), None)
+    sliding = next((of.rope for of in decoder.attentions if of.window), None)
     if sliding:
         found["rope.freq_base_swa"] = sliding.theta
     if rope.original_max_positions:
@@ -366,7 +366,7 @@ def _positions(config: Config, decoder: DecoderConfig) -> Entries:
 
 def _rope(decoder: DecoderConfig) -> tuple[Rope | None, int]:
     """Return the rotary positions of layers without a window, or of others, and how many dimensions are rotated."""
-    found = [layer.attention for layer in decoder.layers if layer.attention.rope]
+    found = [of for of in decoder.attentions if of.rope]
     of = min(found, key=lambda each: each.window is not None, default=decoder.attention)
     return of.rope, of.rotated
 

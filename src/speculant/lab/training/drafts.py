@@ -341,9 +341,7 @@ def masked_states(model: Decoder, tokens: Tensor, places: Tensor, count: int) ->
     extended = torch.cat((tokens, tokens.new_full((batch, len(places) * count), mask)), dim=1)
     own = torch.arange(length)
     positions = torch.cat((own, (places[:, None] + 1 + torch.arange(count)).flatten()))
-    seen = {
-        layer.attention.window: _seen(length, places, count, layer.attention.window) for layer in model.config.layers
-    }
+    seen = {layer.window: _seen(length, places, count, layer.window) for layer in model.config.layers}
 
     def attend(layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, learned: Learned) -> Tensor:
         return attend_masked(of, query, key, value, seen[of.window], learned)

@@ -501,7 +501,7 @@ def look_ahead_states(model: Decoder, tokens: Tensor, places: Tensor, inputs: Te
     """
     (batch, length), (count, hidden) = tokens.shape, inputs.shape
     positions = (places[:, None] + 1 + torch.arange(count, device=places.device)).flatten()  # [m * T]
-    windows = {layer.attention.window for layer in model.config.layers}
+    windows = {layer.window for layer in model.config.layers}
     masks = {window: look_ahead_mask(length, places, count, window) for window in windows}
     stored = list[tuple[Tensor, Tensor]]()  # the tokens' keys and values, by layer
 

@@ -25,6 +25,7 @@ from speculant.models import (
     Attention,
     Decoder,
     Learned,
+    WholeTexts,
     buckets_of,
     distance_scores,
     load_model,
@@ -173,11 +174,11 @@ def states_of_layers(
 ) -> list[Tensor]:
     """Return the states [B, n, hidden] of such sequences, for layers as `DrafterNeeds.hidden_layers` counts them.
 
-    attend: None = `attend_causally`; `AttendToSources` for an encoder-decoder model.
+    attend: None = `CausalTexts`; `AttendToSources` for an encoder-decoder model.
     """
     found, embedded = dict[int, Tensor](), model.look_up(tokens)
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    for index, x in enumerate(model.states(embedded, positions, attend or attend_causally, tokens=tokens)):
+    for index, x in enumerate(model.states(embedded, positions, attend or CausalTexts(), tokens=tokens)):
         if index in layers:
             found[index] = x
     found[model.num_layers + 1] = model.model.norm(x)
@@ -239,6 +240,16 @@ def within_window(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     """Return which keys each row sees [r, k], by positions [r] and [k]: those up to its own, within the window."""
     distance = queries[:, None] - keys
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+class CausalTexts(Attend, WholeTexts):
+    """Whole texts [B, n, ...]: see `attend_causally`."""
+
+    @override
+    def __call__(
+        self, layer: int, of: Attention, query: Tensor, key: Tensor, value: Tensor, learned: Learned
+    ) -> Tensor:
+        return attend_causally(layer, of, query, key, value, learned)
 
 
 class AttendToSources(Attend):

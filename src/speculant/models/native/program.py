@@ -121,7 +121,7 @@ class Program:
     def __init__(self, weights: PackedDecoder, buffers: Buffers, layers: Sequence[int] = ()) -> None:
         self.hidden = buffers.y
         self._weights, self._buffers, self._layers = weights, buffers, layers
-        self._windows = by_length(layer.attention.window for layer in weights.config.layers)  # of the groups of layers
+        self._windows = by_length(layer.window for layer in weights.config.layers)  # of the groups of layers
         recorded = list(self._record())
         self.ops: ctypes.Array[Op] = (Op * len(recorded))(*recorded)
         tapped = [op for op in self.ops if _tap_field(op, buffers.y)]  # until `next_taps` sets the address
