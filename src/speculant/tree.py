@@ -118,6 +118,16 @@ class DraftTree:
         scores = None if self.scores is None else self.scores[:count]
         return DraftTree.of(self.token_list[:count], self.parent_list[:count], probs, scores)
 
+    def first_path(self, most: int) -> DraftTree:
+        """Return the chain of the first child of the root, its first child and so on, of at most `most` nodes."""
+        if self.is_chain:
+            return self.first(most)
+        path, node = list[int](), -1
+        while len(path) < most and self.has_children(node):
+            node = self.parent_list.index(node)
+            path.append(node)
+        return self.only(path)
+
     def only(self, nodes: Sequence[int]) -> DraftTree:
         """Return the tree of some nodes, in the order given; the parent of each comes before it among them."""
         places = {node: place for place, node in enumerate((-1, *nodes), -1)}

@@ -26,6 +26,8 @@ from .paged import (
     part_of as part_of,
 )
 from .storage import (
+    NO_RECORDS as NO_RECORDS,
+    RECORDS_OF_SEQUENCE as RECORDS_OF_SEQUENCE,
     TensorStorage as TensorStorage,
     paged_cache as paged_cache,
     read_heads as read_heads,

@@ -450,7 +450,8 @@ class RecordPool(BlockPool):
         waiting = max(start - settled, held.length - end)
         if waiting > MOST_PENDING:
             raise ValueError(f"{waiting} rows wait for the state, and {MOST_PENDING} can")
-        if own is not None and not certain and self.is_writable(own.number):
+        if own is not None and not certain:
+            assert self.is_writable(own.number), "rows that may be dropped come before any certain row"
             return StateRows(number, settled, NO_RECORD, 0)
         if held.before is not None:
             self.free(held.before.number)
@@ -592,7 +593,7 @@ class KVCache:
 
     def settle(self, seq_id: int) -> None:
         """Count all positions as part of the state: those of a text of copies, which is measured."""
-        held = self._held[seq_id]
+        held = self._held.get(seq_id, self._nothing)
         held.record = held.record and Record(held.record.number, held.length)
 
     def table(self, seq_id: int) -> array[int]:

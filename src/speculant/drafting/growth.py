@@ -118,9 +118,11 @@ def chain_input(
 ) -> SequenceInput:
     """Return the input of tokens and a tree after them, in a chain's sequence, for a model of `vocab_size` tokens."""
     own, length = known(tokens, vocab_size), chain.request.num_positions
+    certain = chain.certain if tokens is chain.input_tokens else 0
     return SequenceInput(
-        chain.request.seq_id, own, known_tree(tree, vocab_size), hidden=hidden, length=length, source=chain.source
-    )
+        chain.request.seq_id, own, known_tree(tree, vocab_size), hidden=hidden, length=length, source=chain.source,
+        certain=certain,
+    )  # fmt: skip
 
 
 def known_tree(tree: DraftTree, vocab_size: int) -> DraftTree:

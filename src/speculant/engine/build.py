@@ -381,4 +381,9 @@ class _Workshop:
             policy.stop_below(policy_options) if hasattr(policy, "stop_below") else 0.0,
         )
         drafter: Drafter = build_method(method_facts(method), plugins.load(KIND, method).build, context)
+        if drafter.needs.target_inputs and model.needs.most_nodes is not None:
+            raise ConfigError(
+                f"method {method!r} adds rows to the target's passes, and its states take chains alone",
+                "use another method.",
+            )
         return drafter

@@ -85,7 +85,7 @@ class Engine:
         )
         rules = RequestRules(
             options.limits, target.vocab_size, options.seed, options.end_token_ids, options.verification,
-            target.needs.source, options.start_tokens, options.output_rules,
+            target.needs.source, options.start_tokens, options.output_rules, target.needs.most_nodes is None,
         )  # fmt: skip
         self._factory = RequestFactory(rules, verifiers, self._drafters, seq_ids)
         self._by_id: dict[str, list[Request]] = {}

@@ -11,6 +11,10 @@ Layers with a sliding window have fewer blocks: as many as can be in use at once
 
     target      [ n blocks, layers without a window | up to n blocks, layers with one ]
 
+Sequences of a model with states have records of these (cache/paged.py), two each, and prefixes have more of them:
+
+    kv_memory   [ records | blocks ]
+
 The target's passes keep scratch memory in addition to weights and cache. It is not part of kv_memory. Without
 kv_memory the caches get a share of the memory that is free after the scratch memory is counted:
 
@@ -27,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
+from speculant.cache import NO_RECORDS, RECORDS_OF_SEQUENCE, CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.config import USUAL_CONTEXT, EngineConfig, Limits
 from speculant.errors import CapacityError
 from speculant.lengths import DEPTHS
@@ -36,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 SHARE_OF_FREE = 0.5  # of the memory that is free once the target is loaded, unless kv_memory is set
 FALLBACK = 2**31  # bytes, where the free memory is unknown
+SHARE_OF_PREFIXES, MOST_PREFIXES = 0.25, 8  # of the memory, for the records of prefixes; and how many per sequence
 
 
 class CacheMemory:
@@ -87,13 +92,25 @@ class CacheMemory:
 
     @property
     def _target_need(self) -> Need:
-        return Need(self._shape, self._config.block_size, self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+        rows = self.limits.max_num_batched_tokens
+        return self._need(self._shape, self.limits.max_num_seqs, rows)
 
     def _draft_need(self, shape: CacheShape) -> Need:
         """Return a drafter's need: a sequence keeps a round's input tokens and draft until it is drafted for again."""
         rows = self.limits.max_num_batched_tokens + max(self.limits.max_num_batched_tokens, *DEPTHS)
         num_seqs = self.limits.max_num_seqs
-        return Need(shape, self._config.block_size, num_seqs, num_seqs * rows, rows)
+        return self._need(shape, num_seqs, num_seqs * rows, rows)
+
+    def _need(self, shape: CacheShape, num_seqs: int, rows: int, rows_of_one: int | None = None) -> Need:
+        """Return what decides the size of a cache, with the records of its states."""
+        need = Need(shape, self._config.block_size, num_seqs, rows, rows_of_one)
+        if not shape.states:
+            return need
+        kept = int(SHARE_OF_PREFIXES * self._budget) // shape.state_bytes
+        paged = self._config.kv_cache_backend == "paged" and self._config.enable_prefix_caching
+        saved = min(kept, MOST_PREFIXES * num_seqs) if paged else 0
+        records = RECORDS_OF_SEQUENCE * (num_seqs + 1) + saved
+        return replace(need, records=(records, min(saved, num_seqs)))
 
     def _make(self, need: Need, left: int, whose: str, others: tuple[Need, ...] = ()) -> KVCache:
         make = self._make_paged if self._config.kv_cache_backend == "paged" else self._slotted
@@ -117,7 +134,8 @@ class CacheMemory:
         if self._config.kv_memory_bytes() is None:
             usual = self._blocks(need, self.limits.max_model_len if self._config.max_model_len else USUAL_CONTEXT)
             num_blocks = min(num_blocks, max(per_sequence, self.limits.max_num_seqs * usual))
-        cache = paged_cache(need.shape, need.counts(num_blocks), size, self._config.enable_prefix_caching)
+        counts, prefixes = need.counts(num_blocks), self._config.enable_prefix_caching
+        cache = paged_cache(need.shape, counts, size, prefixes, need.records)
         return cache, need.bytes_of(num_blocks)
 
     def _blocks(self, need: Need, length: int) -> int:
@@ -136,7 +154,8 @@ class CacheMemory:
         """Make a cache that leaves room for as many slots of the others; return it with its bytes."""
         shape, num_seqs = need.shape, self.limits.max_num_seqs * (2 if self._has_source else 1)
         every = sum(each.shape.bytes_per_token for each in (need, *others))
-        share = left * shape.bytes_per_token // every
+        left -= sum(each.record_bytes for each in (need, *others))
+        share = max(0, left * shape.bytes_per_token // every)
         positions = share // (num_seqs * shape.bytes_per_token)
         self._shorten(positions)
         needed = num_seqs * self.limits.max_model_len * shape.bytes_per_token
@@ -180,7 +199,7 @@ class Need:
     """What decides the size of a paged cache.
 
     rows: the most positions that sequences have reserved and not committed, all together; of one sequence
-    `rows_of_one`, None = the same.
+    `rows_of_one`, None = the same. records: how many, and how many a pass may save for prefixes.
     """
 
     shape: CacheShape
@@ -188,6 +207,12 @@ class Need:
     num_seqs: int
     rows: int
     rows_of_one: int | None = None
+    records: tuple[int, int] = NO_RECORDS
+
+    @property
+    def record_bytes(self) -> int:
+        """The bytes of all records."""
+        return self.records[0] * self.shape.state_bytes
 
     def counts(self, num_blocks: int) -> list[int]:
         """Return the blocks of each group of layers if the first has `num_blocks`."""
@@ -196,7 +221,9 @@ class Need:
     def bytes_of(self, num_blocks: int) -> int:
         """Return the bytes of a cache whose first group of layers has `num_blocks`."""
         counts = zip(self.counts(num_blocks), self.shape.groups, strict=True)
-        return sum(count * self.block_size * self.shape.bytes_of(group.layers) for count, group in counts)
+        return self.record_bytes + sum(
+            count * self.block_size * self.shape.bytes_of(group.layers) for count, group in counts
+        )
 
     def blocks_for(self, length: int) -> int:
         """Return the fewest blocks of the first group with which one sequence can grow to `length` positions."""
@@ -226,7 +253,7 @@ def most_blocks(needs: Sequence[Need], budget: int) -> int:
         return sum(need.bytes_of(num_blocks) for need in needs)
 
     most = budget // sum(each.block_size * each.shape.bytes_of(each.shape.groups[0].layers) for each in needs)
-    return bisect.bisect_right(range(most + 1), budget, key=total) - 1
+    return max(0, bisect.bisect_right(range(most + 1), budget, key=total) - 1)
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int:

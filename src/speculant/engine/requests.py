@@ -150,6 +150,7 @@ class RequestRules:
     """The limits of requests: sizes, vocabulary and end tokens; and the engine's seed and verifier ("auto").
 
     has_source: the model is an encoder-decoder. start_tokens: begin the prompts of its decoder; () = any tokens do.
+    takes_trees: the passes of the model have trees.
     """
 
     limits: Limits
@@ -160,6 +161,7 @@ class RequestRules:
     has_source: bool = False
     start_tokens: tuple[int, ...] = ()
     output_rules: OutputRules = NO_RULES
+    takes_trees: bool = True
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,11 @@ class RequestFactory:
                 f"priority={given[0]!r}, cache_salt={given[1]!r}", "give priority as int and cache_salt as str."
             )
         check_client(sender.client)
+        if params.beam_width is not None and not self._rules.takes_trees:
+            raise RequestError(
+                "a beam search computes trees, and this model has layers with a state, which take chains alone",
+                "leave out beam_width; n texts can be sampled.",
+            )
         if constraint is not None and params.beam_width is not None:
             raise RequestError("a beam search takes no constraint", "leave out beam_width, or the constraint.")
         method = self._method(params)

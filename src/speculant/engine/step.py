@@ -147,15 +147,19 @@ def propose(
         lengths = lengths or [0] * len(drafts)
         if any(lengths) or forces or draft_length.keeps_up:
             budget, restart_at = DraftBudget(schedule, MOST_PROBS_BYTES // (8 * vocab_size)), target.needs.restart_at
+            longest = MAX_SPECULATIVE_TOKENS if target.needs.most_nodes is None else target.needs.most_nodes
             for draft, length in zip(drafts, lengths, strict=True):
                 request, most = draft.item.request, max_model_len
                 if restart_at is not None and not target.needs.is_long(request.num_positions):
                     most = min(most, restart_at + 1)  # no draft has a row that the target computes in another way
                 if draft.forced:
-                    draft.limit = budget.take(draft.item, len(draft.forced), FORCED, most)
+                    draft.limit = budget.take(draft.item, min(len(draft.forced), longest), FORCED, most)
                 elif (needs := drafters.needs_by_method.get(request.drafts.method)) is not None:
-                    draft.limit = budget.take(draft.item, length, needs, most)
+                    draft.limit = budget.take(draft.item, min(length, longest), needs, most)
             _fill(drafts, requests, drafters, draft_length)
+            if target.needs.most_nodes is not None:
+                for draft in drafts:
+                    draft.tree = draft.tree.first_path(longest)
     for draft in constrained:
         if draft.item.completes:
             with draft.item.request.work:

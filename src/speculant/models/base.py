@@ -149,7 +149,8 @@ class Chain:
     tokens; None = a chain.
     topk: of a dynamic tree (drafting/growth.py), the children of the root and of the most confident nodes of
     each depth, and the number of these nodes; 0 = another draft. limit is then the number of all children. `scores` are
-    those of the tokens, see `DraftTree.scores`. source: see `SequenceInput`.
+    those of the tokens, see `DraftTree.scores`. source, certain: see
+    `SequenceInput`.
 
     is_tree: nodes may have siblings. softened: greedy tokens have distributions at temperature 1, to compare with
     `stop_below` or to rank siblings. emits_probs: a verifier reads `probs`; softened distributions are not those that
@@ -169,6 +170,7 @@ class Chain:
     topk: int = 0
     scores: Sequence[float] | None = None
     source: int | None = None
+    certain: int | None = None
 
     def __post_init__(self) -> None:
         request, self.is_tree = self.request, bool(self.widths) or self.topk > 0

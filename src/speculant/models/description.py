@@ -694,8 +694,10 @@ class DecoderConfig:
                 "config.json describes an encoder whose result not all layers of the decoder read, or none",
                 "use a checkpoint of one of the supported families.",
             )
+        if not encoder:
+            return
         first = self.attention
-        stored = [layer.attention or first for layer in (*self.layers, *encoder)] if encoder else []
+        stored = [layer.attention or first for layer in (*self.layers, *encoder)]
         read = [(layer.attention or first, layer.cross) for layer in self.layers if layer.cross]
         read += [(first, layer.attention or first) for layer in encoder]
         if any(of.window or of.shares is not None for of in stored) or any(

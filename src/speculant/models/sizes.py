@@ -166,10 +166,10 @@ def cache_shape(
         LayerShape(of.kv_heads, of.head_dim, of.shares) if of else NO_KEYS
         for of in (layer.attention for layer in config.layers)
     )
-    first, differing = config.attention, () if len(set(own)) == 1 else own
+    first, differing = max(own, key=lambda shape: shape.heads > 0), () if len(set(own)) == 1 else own
     states = tuple(None if of is None else state_shape(of) for of in config.states)
     return CacheShape(
-        len(own), first.kv_heads, first.head_dim, dtype, device, config.windows, differing, stored, states
+        len(own), first.num_kv_heads, first.head_dim, dtype, device, config.windows, differing, stored, states
     )  # fmt: skip
 
 

@@ -290,10 +290,18 @@ class DraftModelRunner:
                     plan.take(request.seq_id, len(missing))
                 budget -= len(missing)
                 drawn = min(limit, left - len(missing) + 1) if start + len(missing) == len(text) else 0
+                drawn = drawn if self.model.needs.most_nodes is None else min(drawn, self.model.needs.most_nodes)
                 chance = MOST_LIKELY if request.params.greedy else self._chances.draft(request)
                 source_id = None if source is None else source.seq_id
-                chains.append(Chain(request, missing, drawn, chance, [], None, stop, hidden, source=source_id))
+                certain = self._certain(request, start)
+                chains.append(
+                    Chain(request, missing, drawn, chance, [], None, stop, hidden, source=source_id, certain=certain)
+                )
         return chains, sources
+
+    def _certain(self, request: Request, start: int) -> int | None:
+        """Return how many tokens of the text from `start` on are committed; None = all."""
+        return max(0, len(self.committed(request)) - start) if request.num_drafted else None
 
     def _missing(self, request: Request, text: list[int], start: int, most: int) -> tuple[list[int], Tensor | None]:
         """Return the next input tokens, `text` from `start` on, with the hidden states that they take in."""
@@ -323,6 +331,8 @@ class DraftModelRunner:
         del cached.tokens[keep:]
         if keep < held:
             self.cache.truncate_to(request.seq_id, keep)
+            keep = self.cache.length(request.seq_id)  # less, if a state is lost
+            del cached.tokens[keep:]
         self.cache.insert_prefix(request.seq_id, committed)
         if self.cache.is_windowed and keep <= len(committed):
             self.cache.drop_unseen(request.seq_id)
@@ -354,6 +364,10 @@ class ModelDrafter(StatelessDrafter):
         sampler: Sampler = REFERENCE,
         topology: TreeTopology | DynamicTree | None = None,
     ) -> None:
+        if topology is not None and runner.model.needs.most_nodes is not None:
+            raise ConfigError(
+                "the draft model has layers with a state, which draft chains alone", "leave out the shape of the tree."
+            )
         nodes, dynamic = topology.most_nodes if topology else None, isinstance(topology, DynamicTree)
         self.needs = DrafterNeeds(
             max_nodes=nodes,

@@ -76,6 +76,10 @@ class TargetCacheRunner(DraftModelRunner):
     def finish(self, request: Request) -> None:
         """Wait for `give_back`, which drops the drafted tokens."""
 
+    @override
+    def _certain(self, request: Request, start: int) -> int | None:
+        return None if self._shared is None else 0  # the target's states stay as they are
+
     def give_back(self) -> None:
         """Drop the positions that drafts have added."""
         for seq_id, length in self._held.items():
