@@ -182,8 +182,10 @@ class Calibration(Measurement):
 
     def _passes(self) -> Generator[None, None, dict[int, float]]:
         """Measure the seconds of a pass and its distributions, by rows."""
+        nodes = self._target.needs.most_nodes
         most = min(self._limits.max_model_len, self._limits.max_num_batched_tokens, self._free_tokens())
-        sizes = self._sizes([rows for rows in ROWS if rows <= max(1, most)])
+        most = most if nodes is None else min(most, 1 + nodes)
+        sizes = [rows for rows in ROWS if rows <= max(1, most)]
         times = yield from self._timing(0, sizes, least=LEAST_ROWS, runs=LEAST_PASSES)
         self._runs.extend(times.values())
         return least_seconds(times)
@@ -191,19 +193,14 @@ class Calibration(Measurement):
     def _keys(self, short_s: Mapping[int, float]) -> Generator[None, None, KeyCosts]:
         """Measure the cost of attention after a long text, which consists of copies of one key."""
         length = min(LONG_CONTEXT, self._limits.max_model_len - MANY_ROWS, self._free_tokens() - MANY_ROWS)
-        sizes = self._sizes([1, MANY_ROWS])
+        sizes = [1, MANY_ROWS]
         if length < LEAST_LONG or not short_s.keys() >= {*sizes}:
             return KeyCosts()
         long_s = least_seconds((yield from self._timing(length, sizes, share=LONG_SHARE, is_warm=True)))
         if not long_s.keys() >= {*sizes}:
             return KeyCosts()
-        first_s, many_s = (max(0.0, long_s[rows] - short_s[rows]) / length for rows in (sizes[0], sizes[-1]))
-        return KeyCosts(first_s / short_s[1], max(0.0, many_s - first_s) / max(1, sizes[-1] - 1) / short_s[1])
-
-    def _sizes(self, rows: Sequence[int]) -> list[int]:
-        """Return numbers of rows, without those that a text has in no pass."""
-        most = self._target.needs.most_nodes
-        return sorted({each if most is None else min(each, 1 + most) for each in rows})
+        first_s, many_s = (max(0.0, long_s[rows] - short_s[rows]) / length for rows in sizes)
+        return KeyCosts(first_s / short_s[1], max(0.0, many_s - first_s) / (MANY_ROWS - 1) / short_s[1])
 
     def _timing(self, length: int, sizes: Sequence[int], **rounds: Any) -> Generator[None, None, Times]:
         """Time passes of some rows after a text; rounds: see `timing`."""
@@ -276,7 +273,6 @@ class Calibration(Measurement):
             cache.storage.move(replace(first, others=tuple(others)))
             sources = [slots[-1] for slots in targets]
             cache.drop_unseen(seq_id)
-        cache.settle(seq_id)
 
     def _curves(self, drafter: Drafter) -> Generator[None, None, dict[int, dict[int, float]]]:
         """Measure the seconds of drafts by the number of sequences, and by depth."""
