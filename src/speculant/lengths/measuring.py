@@ -273,6 +273,7 @@ class Calibration(Measurement):
             cache.storage.move(replace(first, others=tuple(others)))
             sources = [slots[-1] for slots in targets]
             cache.drop_unseen(seq_id)
+        cache.settle(seq_id)
 
     def _curves(self, drafter: Drafter) -> Generator[None, None, dict[int, dict[int, float]]]:
         """Measure the seconds of drafts by the number of sequences, and by depth."""
