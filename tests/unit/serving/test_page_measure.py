@@ -118,6 +118,18 @@ def test_page_says_what_it_compared() -> None:
     ]
 
 
+def test_page_compares_the_beginning_of_a_run() -> None:
+    text = stream(token("a"), token("b"), token("c", "stop") | {"usage": {"total_tokens": 9}})
+    made = evaluate("await read(given.text).then((run) => [run.first(2), run.total])", text=text)
+    assert [made[0][key] for key in ("text", "tokens", "milliseconds", "end")] == ["ab", 2, 20, "length"]
+    assert made[1] == 9
+
+
+def test_page_knows_a_full_context() -> None:
+    runs = [{"end": end, "total": total} for end, total in (("length", 64), ("length", 63), ("stop", 64), (None, 64))]
+    assert evaluate("given.runs.map((run) => page.fills(run, 64))", runs=runs) == [True, False, False, False]
+
+
 def test_page_reads_the_count_of_tokens() -> None:
     line = '# HELP speculant:generation_tokens_total x\nspeculant:generation_tokens_total{model_name="m"} 384.0\n'
     assert evaluate("[page.generatedTokens(given.page), page.generatedTokens('')]", page=line) == [384, None]
