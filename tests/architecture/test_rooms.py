@@ -14,9 +14,9 @@ INNER_IMPORTS = 138  # of names that two files of a room have, of names that are
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1196, 5),
-    "cli": (3220, 12),
+    "cli": (3236, 12),
     "drafting": (7337, 44),
-    "engine": (5186, 18),
+    "engine": (5185, 18),
     "kernels": (1615, 7),
     "lab.bench": (4230, 13),
     "lab.cli": (2912, 14),

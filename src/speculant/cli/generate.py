@@ -93,13 +93,10 @@ def generate(
 
 
 def _check_order(prompt: str | None, target: str | None) -> None:
-    """Refuse a model in the prompt's place, and a prompt in the model's."""
-    if prompt is None or target is None or len(target.split()) < 2 or os.path.exists(target):
-        return
-    if prompt == "demo" or os.path.exists(prompt):
-        raise RequestError(
-            f"the prompt is {prompt!r} and the model {target!r}", "write the prompt first, and then the model."
-        )
+    """Refuse a model in the prompt's place with a prompt in the model's."""
+    if target and " " in target and not os.path.exists(target) and (prompt == "demo" or os.path.exists(prompt or "")):
+        problem = f"the prompt is {prompt!r} and the model {target!r}"
+        raise RequestError(problem, "write the prompt first, and then the model.")
 
 
 def _ended_at_once(llm: LLM, chat: bool, stop_reason: int | str | None) -> str:

@@ -524,6 +524,7 @@ def test_page_shows_hostile_texts_as_texts(page: Any) -> None:
     page.route("**/v1/completions", lambda route: route.fulfill(body=stream, content_type="text/event-stream"))
     page.reload()
     expect(page.locator("#model")).to_have_text(f"Model: {hostile}")
+    page.check("#completion")
     page.fill("#prompt", hostile)
     page.click("#run")
     answered(page)
