@@ -74,6 +74,7 @@ def test_page_reads_a_chat_with_reasoning() -> None:
     chunks[-1]["choices"][0]["finish_reason"] = "stop"
     made = evaluate("await read(given.text)", text=stream(*chunks))
     assert (made["text"], made["content"], made["end"]) == ("hmyes", "yes", "stop")
+    assert ["reasoning" in piece["kind"] for piece in made["pieces"]] == [True, False, False]
 
 
 @pytest.mark.parametrize(

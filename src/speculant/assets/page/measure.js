@@ -46,7 +46,8 @@ export class Run {
     this.content += content;
     this.tokens += tokens.length;
     if (tokens.length) this.milliseconds = time;
-    if (text || tokens.length) this.pieces.push({ text, kind: kindOf(tokens.at(-1)), tokens: tokens.length, time });
+    const kind = kindOf(tokens.at(-1)) + (text && !content ? " reasoning" : "");
+    if (text || tokens.length) this.pieces.push({ text, kind, tokens: tokens.length, time });
     this.end = choice?.finish_reason ?? this.end;
     this.figures = chunk.metrics?.speculative_decoding ?? this.figures;
     this.total = chunk.usage?.total_tokens ?? this.total;

@@ -214,6 +214,7 @@ function span(text, kind) {
 }
 
 function empty() {
+  element("reasoning").hidden = true;
   for (const side of SIDES) {
     element(`${side}-text`).replaceChildren();
     element(`${side}-bar`).style.width = "0";
@@ -258,6 +259,7 @@ class Panel {
     this.frame = null;
     const follows = this.body.scrollHeight - this.body.scrollTop - this.body.clientHeight < 40;
     this.body.append(...this.waiting.filter(({ text }) => text).map(({ text, kind }) => span(text, kind)));
+    if (this.waiting.some(({ kind }) => kind.includes("reasoning"))) element("reasoning").hidden = false;
     this.tokens += this.waiting.reduce((sum, piece) => sum + piece.tokens, 0);
     if (this.waiting.length) say(`${this.side}-count`, `${this.tokens} tokens · ${seconds(this.waiting.at(-1).time)}`);
     this.waiting = [];
