@@ -83,7 +83,7 @@ def pytest_runtest_teardown() -> None:
 
 
 def _let_messages_rise() -> None:
-    """Let loggers of torch and ray pass messages on: pytest adds a handler to each logger that does not, six times a test."""
+    """Let loggers of torch and ray pass messages on: pytest adds handlers to each that does not, in every test."""
     for name, each in logging.root.manager.loggerDict.items():
         if name.startswith(("torch.", "ray.")) and isinstance(each, logging.Logger):
             each.propagate = True
