@@ -30,7 +30,7 @@ STATM, MOST_GARBAGE = Path("/proc/self/statm"), 2**28
 _after_collection = [0]  # the memory of this process
 SLOW_TIMEOUT_S = 3600  # the limit of every other test stands in pyproject.toml
 settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("quick", settings.get_profile("full"), max_examples=8)
+settings.register_profile("quick", settings.get_profile("full"), max_examples=6)
 settings.load_profile("quick")  # `make test-all` asks for the other
 
 
