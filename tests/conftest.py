@@ -104,13 +104,13 @@ def _has_cuda() -> bool:
 @pytest.fixture(autouse=True, scope="session")
 def same_engines_each_time() -> Iterator[None]:
     """Give engines without a seed the same one, so that a test samples the same texts, and measure costs briefly."""
-    from speculant.engine import build, precision
+    from speculant.engine import build
     from speculant.lengths import measuring
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "secrets", SimpleNamespace(randbits=lambda bits: 0))
         patch.setattr(measuring, "BUDGET_S", 0.005)  # for each curve: no test depends on the costs of a step
-        patch.setattr(precision, "TEXT_SECONDS", 0.0)  # nor on a head's acceptance in each type
+        patch.setattr("speculant.engine.precision.TEXT_SECONDS", 0.0)  # nor on a head's acceptance in each type
         yield
 
 

@@ -121,8 +121,8 @@ print(*(name for name in sys.modules if name == "ray" or name.startswith("opente
 """
 
 
-def test_an_import_loads_few_files_and_a_plain_server_no_package_of_an_extra() -> None:
-    """A count stands for the seconds, which depend on the machine."""
+def test_an_import_loads_few_files() -> None:
+    """A count stands for the seconds, which depend on the machine. A plain server loads no package of an extra."""
     count = "print(sum(name.startswith('speculant.') for name in sys.modules))"
     code = "\n".join(["import sys", *(f"{each}\n{count}" for each in MOST_FILES), A_SERVER])
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -188,7 +187,6 @@ def likely_bytes(kernels: Kernels, type_: Type, n: int, k: int, lanes: int = 1) 
     return kernels.packed_bytes(type_, n, k) * lanes
 
 
-@cache
 def panel_rows(kernels: Kernels) -> int:
     """Return the number of rows in a panel: the most rows that take the bytes of one row."""
     rows, panel = 1, kernels.packed_bytes(Type.F32, 1, 1)
