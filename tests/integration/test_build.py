@@ -82,7 +82,8 @@ def test_pip_says_how_to_install_without_the_kernels(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_source_package_has_what_a_build_needs_and_nothing_that_git_ignores(tmp_path: Path) -> None:
+def test_the_source_package_has_what_a_build_needs(tmp_path: Path) -> None:
+    """It has nothing that git ignores."""
     build = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
     (package,) = tmp_path.glob("*.tar.gz")
