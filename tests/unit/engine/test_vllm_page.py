@@ -65,7 +65,7 @@ def test_arguments_of_vllm_without_a_row_exist_here() -> None:
     assert "max_num_seqs" in same
 
 
-def test_rows_are_of_names_that_are_known_and_differ() -> None:
+def test_rows_cover_known_names_that_differ() -> None:
     for part, rules in TABLES.items():
         own = fields(SpeculativeConfig if part == "speculative" else EngineConfig)
         known = {*own, *rules, *RENAMED, *FRONTEND, "api_server_count", *TRANSLATED}
