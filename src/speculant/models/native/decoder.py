@@ -178,7 +178,8 @@ class ChainRows:
             else:
                 self._tables.append(cache.table(chain.source))
                 segments += (address(self._tables[-1]), cache.length(chain.source))
-            segments += NO_STATES if cache.records is None else cache.advance(seq_id, start, count)
+            certain = count if chain.certain is None else chain.certain
+            segments += NO_STATES if cache.records is None else cache.advance(seq_id, start, certain)
             tokens += own
             positions += range(start, start + count)
             for known_slots, added in zip(slots, (reserved, *others), strict=True):
@@ -442,7 +443,10 @@ class NativeDecoder(BackendModel, HeadHost):
                 return f"heads of {of.head_dim} in groups of {of.groups} are too large for them"
         for state in filter(None, config.states):
             if max(state.key_dim, state.head_dim) > MOST_DIM or state.conv > MOST_CONV:
-                return f"states [{state.key_dim}, {state.head_dim}], or convolutions over {state.conv}, are too large"
+                sizes = f"states [{state.key_dim}, {state.head_dim}] with convolutions over {state.conv} positions"
+                return f"{sizes} are too large for them"
+            if state.norm and (state.norm.kind != "rms" or state.norm.bias):
+                return "norms of states subtract the mean or have a bias"
         return None
 
     @override
