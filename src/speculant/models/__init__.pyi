@@ -80,6 +80,7 @@ from .description import (
     Rows as Rows,
     Shape as Shape,
     Stacked as Stacked,
+    State as State,
     TensorMap as TensorMap,
     TokenInputs as TokenInputs,
     Transposed as Transposed,
@@ -130,6 +131,7 @@ from .native.packed import (
     PackedExperts as PackedExperts,
     PackedMlp as PackedMlp,
     PackedNorm as PackedNorm,
+    StateVectors as StateVectors,
     copying as copying,
     embedding as embedding,
     expert_matrices as expert_matrices,
@@ -138,6 +140,7 @@ from .native.packed import (
     linears as linears,
     make_op as make_op,
     normalising as normalising,
+    recurring as recurring,
 )
 from .native.program import (
     TAPPED_ROWS as TAPPED_ROWS,
@@ -181,6 +184,7 @@ from .sizes import (
     pass_matrices as pass_matrices,
     relative_reads as relative_reads,
     source_matrices as source_matrices,
+    state_shape as state_shape,
     tensor_shapes as tensor_shapes,
     values_per_position as values_per_position,
 )
