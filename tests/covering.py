@@ -80,5 +80,12 @@ def _is_slow(marks: Iterable[pytest.Mark | pytest.MarkDecorator]) -> bool:
 
 
 def _values(params: Mapping[str, object]) -> dict[str, Hashable]:
-    """Return keys of a combination's values: the identities of the objects, which all combinations share."""
-    return {name: id(value) for name, value in params.items()}
+    """Return keys of a combination's values: the identities of the objects, which all combinations share.
+
+    A named tuple is as many values as it has fields.
+    """
+    found = dict[str, Hashable]()
+    for name, value in params.items():
+        fields = value._asdict() if hasattr(value, "_asdict") else {"": value}
+        found |= {f"{name}.{field}": id(each) for field, each in fields.items()}
+    return found

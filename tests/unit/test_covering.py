@@ -100,6 +100,17 @@ def test_a_selection_is_of_combinations_that_are_not_slow(selecting: pytest.Pyte
     selecting.runpytest_inprocess("-m", "slow").assert_outcomes(failed=2, passed=6, deselected=2)
 
 
+def test_fields_of_named_tuples_are_values(selecting: pytest.Pytester) -> None:
+    selecting.makepyfile(
+        "import pytest, typing\nclass Pair(typing.NamedTuple):\n    n: int\n    m: int\n"
+        "@pytest.mark.covering(1)\n@pytest.mark.parametrize('k', range(2))\n"
+        "@pytest.mark.parametrize('pair', [Pair(n, m) for n in range(3) for m in range(3)])\n"
+        "def test_it(pair, k): ..."
+    )
+    selecting.runpytest_inprocess("-m", "not slow").assert_outcomes(passed=3)
+    selecting.runpytest_inprocess().assert_outcomes(passed=10)
+
+
 def test_a_run_without_slow_tests_makes_none_of_them(selecting: pytest.Pytester) -> None:
     """One item is left of a test that is slow with all parameters, so that it is not run without any."""
     selecting.makepyfile(
