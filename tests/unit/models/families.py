@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -317,10 +317,18 @@ def thinned_cases(
     return made
 
 
+class CaseWith(NamedTuple):
+    """A variant of a family with another value, so that a test marked `covering` selects from all three."""
+
+    family: str
+    variant: str
+    value: str
+
+
 def cases_with(
     values: Sequence[str], families: Collection[str] | None = None, *, with_encoders: bool = False
 ) -> list[ParameterSet]:
-    """Return all cases with each of these values as parameters (family, variant, value); with_encoders: see `cases`.
+    """Return all cases with each of these values as a parameter; with_encoders: see `cases`.
 
     Not slow: the first variant of each family with one value, or with more where there are more values than families,
     so that each value occurs; of these, those of `families` if they are given.
@@ -335,7 +343,7 @@ def cases_with(
         for number, value in enumerate(values):
             taken = number % len(places) == places[case[0]] % len(values)
             marks = own if taken else [pytest.mark.slow]
-            made.append(pytest.param((*case, value), id="-".join([*case, value]), marks=marks))
+            made.append(pytest.param(CaseWith(*case, value), id="-".join([*case, value]), marks=marks))
     return made
 
 
