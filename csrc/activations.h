@@ -8,6 +8,8 @@ namespace SP_NAMESPACE {
 
 static inline Vec negative(Vec x) { return sub(zero(), x); }
 
+static inline Vec sigmoid(Vec x) { return divide(splat(1.0f), add(splat(1.0f), exp(negative(x)))); }
+
 static inline Vec silu(Vec x) { return divide(x, add(splat(1.0f), exp(negative(x)))); }
 
 // tanh(u) = e / (e + 2) with e = exp(2 u) - 1, which is accurate near 0 too.
@@ -51,6 +53,7 @@ static inline Vec activate(int activation, Vec x) {
     case SP_GELU: return gelu(x);
     case SP_GELU_TANH: return gelu_tanh(x);
     case SP_RELU: return relu(x);
+    case SP_SIGMOID: return sigmoid(x);
   }
   return x;
 }

@@ -3,6 +3,7 @@
 #pragma once
 #include "experts.h"
 #include "pack.h"
+#include "states.h"
 
 namespace SP_NAMESPACE {
 
@@ -102,6 +103,37 @@ static void check_experts(const SpOp &op, const SpOp *routed, int64_t rows, Find
   found.array(op.out, op.has.out, pairs * op.n, "a smaller output");
 }
 
+// What SP_CONVOLVE and SP_RECUR have in common: the sizes of a record.
+static void check_record(const SpOp &op, const SpBounds &bounds, Finding &found) {
+  found.need(op.layer >= 0 && op.layer < bounds.layers && bounds.records, "a layer that has no states");
+  found.need(op.window > 0 && op.window <= MOST_WINDOW && op.n > 0, "a convolution of a size that kernels don't have");
+  found.need(op.heads >= 0 && op.kv_heads >= 0 && op.k <= MOST_KEY_DIM && op.dim >= 0 && op.dim <= MOST_DIM, "states of a size that kernels don't have");
+  if (!found.what) found.need(RecordShape(op).size() == bounds.records[op.layer], "states other than those of the cache");
+}
+
+static void check_convolve(const SpOp &op, const SpBounds &bounds, Finding &found) {
+  check_record(op, bounds, found);
+  if (found.what) return;
+  found.array(op.in, op.has.in, (bounds.rows - 1) * op.stride + (op.flags & SP_GATED ? 3 : 1) * op.n, "a smaller input");
+  found.array(op.scale, op.has.scale, op.window * op.n, "fewer weights");
+  found.option(op.bias, op.has.bias, op.n, "a shorter bias");
+  found.array(op.out, op.has.out, bounds.rows * op.n, "a smaller output");
+}
+
+static void check_recur(const SpOp &op, const SpBounds &bounds, Finding &found) {
+  check_record(op, bounds, found);
+  found.need(op.k > 0 && op.dim > 0 && op.heads > 0 && op.kv_heads > 0 && op.heads % op.kv_heads == 0, "states that share no keys");
+  if (found.what) return;
+  const int64_t width = (int64_t)op.heads * op.dim;
+  found.need(op.n == 2 * op.kv_heads * op.k + width, "rows of another width than queries, keys and values");
+  found.array(op.in, op.has.in, bounds.rows * op.n, "fewer queries, keys and values");
+  found.array(op.gates, op.has.gates, (bounds.rows - 1) * op.stride + width + 2 * op.heads, "fewer gates");
+  found.option(op.scale, op.has.scale, op.dim, "a norm with fewer scales than it multiplies");
+  found.array(op.key_scale, op.has.key_scale, op.heads, "fewer rates than states");
+  found.array(op.key_bias, op.has.key_bias, op.heads, "a shorter bias of rates");
+  found.array(op.out, op.has.out, bounds.rows * width, "a smaller output");
+}
+
 static void check_op(const SpOp &op, const SpOp *routed, const SpBounds &bounds, Finding &found) {
   const int64_t rows = bounds.rows, numbers = rows * op.n;
   check_sizes(op, found);
@@ -123,6 +155,8 @@ static void check_op(const SpOp &op, const SpOp *routed, const SpBounds &bounds,
     case SP_LINEAR: return check_linear(op, rows, true, found);
     case SP_ROTATE: return check_rotate(op, bounds, found);
     case SP_ATTEND: return check_attend(op, bounds, found);
+    case SP_CONVOLVE: return check_convolve(op, bounds, found);
+    case SP_RECUR: return check_recur(op, bounds, found);
     case SP_ROUTE:
       found.need(op.used >= 1 && op.used <= op.n && op.n <= MOST_EXPERTS, "experts out of range");
       return found.array(op.in, op.has.in, numbers, "fewer scores");

@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "probs.h"
+#include "states.h"
 #include "check.h"
 #include "table.h"
 #include "tiles.h"
@@ -100,6 +101,9 @@ static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Memory
       const int64_t parts = rotation_parts(op, pass.rows);
       return stages[0].run(pass.rows * parts, [&](int64_t p) { run_rotate(op, pass, p / parts, p % parts, parts); });
     }
+    case SP_CONVOLVE:
+      return stages[0].run(pass.num_segments * convolve_parts(op), [&](int64_t p) { run_convolve(op, pass, p); });
+    case SP_RECUR: return stages[0].run(pass.num_segments * op.heads, [&](int64_t p) { run_recur(op, pass, p); });
     case SP_ATTEND:
       stages[0].run(attend_pieces(op, plan), [&](int64_t p) { run_attend(op, pass, plan, p); });
       if (plan.splits(op)) stages[1].run(pass.rows * op.heads, [&](int64_t p) { run_merge(op, plan, p); });
@@ -340,8 +344,10 @@ struct Drafting {
       if (first->angles) angles[from + r] = first->angles[before.first + before.rows - 1] + step;
       if (!r || now.rows[r - 1].sequence != row.sequence) {
         const bool tree = topk(row.sequence) || (draft->widths && draft->widths[row.sequence]);
+        const bool is_written = before.write >= 0;  // by the first step; later ones add updates to the same record
         *segment++ = {r, 0, tree ? start : slot, !tree, tree ? roots[row.sequence] + 1 : -1, before.table, before.blocks, tree ? place : 0,
-                      before.source, before.source_length};
+                      before.source, before.source_length, is_written ? before.write : before.read,
+                      is_written ? settled_end(before) : before.settled, -1, 0, -1, 0};
       }
       segment[-1].rows++;
       for (int64_t g = 0; g < groups(); g++)

@@ -445,28 +445,32 @@ static inline void store_part(float *p, Vec v, int64_t count) {
   memcpy(p, lanes, count * sizeof(float));
 }
 
+// a * b + c, rounded once or, if not FUSED, twice: the latter has the same bits on every set of instructions.
+template <bool FUSED> static inline Vec times_plus(Vec a, Vec b, Vec c) { return FUSED ? fma(a, b, c) : add(mul(a, b), c); }
+
 // x = n ln(2) + r with a whole n. Returns e^r - 1 by Cephes' polynomial.
-static inline Vec reduced_exp(Vec x, Vec &n) {
+template <bool FUSED> static inline Vec reduced_exp(Vec x, Vec &n) {
   n = nearest(mul(x, splat(1.44269504088896341f)));
-  Vec r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), x));
+  Vec r = times_plus<FUSED>(n, splat(2.12194440e-4f), times_plus<FUSED>(n, splat(-0.693359375f), x));
   Vec p = splat(1.9875691500e-4f);
-  p = fma(p, r, splat(1.3981999507e-3f));
-  p = fma(p, r, splat(8.3334519073e-3f));
-  p = fma(p, r, splat(4.1665795894e-2f));
-  p = fma(p, r, splat(1.6666665459e-1f));
-  p = fma(p, r, splat(5.0000001201e-1f));
-  return fma(mul(r, r), p, r);
+  p = times_plus<FUSED>(p, r, splat(1.3981999507e-3f));
+  p = times_plus<FUSED>(p, r, splat(8.3334519073e-3f));
+  p = times_plus<FUSED>(p, r, splat(4.1665795894e-2f));
+  p = times_plus<FUSED>(p, r, splat(1.6666665459e-1f));
+  p = times_plus<FUSED>(p, r, splat(5.0000001201e-1f));
+  return times_plus<FUSED>(mul(r, r), p, r);
 }
 
 // e^x to about 1e-7, 0 and infinity beyond float32's range, NaN for NaN.
-static inline Vec exp(Vec x) {
-  Vec n, p = reduced_exp(min(splat(89.0f), max(splat(-104.0f), x)), n);
+template <bool FUSED> static inline Vec exp_by(Vec x) {
+  Vec n, p = reduced_exp<FUSED>(min(splat(89.0f), max(splat(-104.0f), x)), n);
   return times_power(add(p, splat(1.0f)), n);
 }
+static inline Vec exp(Vec x) { return exp_by<true>(x); }
 
 // e^x - 1 to about 1e-7 of it, for |x| <= 80.
 static inline Vec exp_minus_1(Vec x) {
-  Vec n, p = reduced_exp(x, n);
+  Vec n, p = reduced_exp<true>(x, n);
   return add(times_power(p, n), sub(times_power(splat(1.0f), n), splat(1.0f)));
 }
 

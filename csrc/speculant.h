@@ -40,11 +40,17 @@ enum SpCode {
   SP_ROUTE = 7,    /* in[T, n] = scores of n experts; select the `used` largest of each row. The operations below use the selection: */
   SP_EXPERTS = 8,  /* out[pairs, n] = in weight^T + bias, by the matrix of each pair's expert: see csrc/experts.h */
   SP_COMBINE = 9,  /* out[T, n] (+)= factor * the weighted sum of each row's pairs in[pairs, n] */
+  SP_CONVOLVE = 10, /* out[T, n] = activation(the sum over j of scale[j, n] * the column of the position window - 1 - j before + bias[n]),
+                      where the column of a row is in[T, n] */
+  SP_RECUR = 11,   /* out[T, heads dim] = a gated delta rule over rows in[T, n] of queries, keys and values: see csrc/states.h */
 };
+/* Rows of a sequence that may wait for a later pass to add them to its states. */
+enum { SP_MOST_PENDING = 16 };
 
 enum SpFlag {
   SP_ADD = 1,      /* SP_LINEAR: add to out (a residual). SP_NORM: out += factor * the norm of another array */
-  SP_GATED = 2,    /* SP_LINEAR: weight has gate and up, interleaved by panels; out[T, n] = activation(gate) * up, each with its bias */
+  SP_GATED = 2,    /* SP_LINEAR: weight has gate and up, interleaved by panels; out[T, n] = activation(gate) * up, each with its bias.
+                      SP_CONVOLVE: in[T, 3 n] has b, c and x; the column is b * x, and out[T, n] is c times the result */
   SP_CENTRED = 4,  /* norms: the mean is subtracted first */
   SP_ALL_HEADS = 8, /* SP_ROTATE: one norm of all queries together, and one of all keys, instead of one for each head */
   SP_GATHER = 16,  /* SP_EXPERTS: `in` has the rows of the pass, [T, k], instead of a row for each pair */
@@ -61,40 +67,44 @@ enum SpActivation {
   SP_GELU_TANH = 3,    /* its approximation by tanh */
   SP_RELU = 4,
   SP_CLAMPED = 5,      /* SP_GATED, SP_GATE: (up + 1) gate sigmoid(factor * gate), of gate <= softcap and |up| <= softcap */
+  SP_SIGMOID = 6,
 };
 
 /* How many items the arrays of an operation have, by their fields; sp_check alone reads this. weight: bytes; SP_EXPERTS: addresses. matrix:
  * the bytes of an expert's matrix, the smallest one's. */
 typedef struct {
-  int64_t weight, scale, bias, key_scale, key_bias, in, out, copy, learned, sinks, order, distances, matrix;
+  int64_t weight, scale, bias, key_scale, key_bias, in, out, copy, learned, sinks, order, distances, matrix, gates;
 } SpSizes;
 
 /* Fields that an operation does not mention are not read by it. A factor, stride or soft cap of 0 is not used: the factor is then 1. */
 typedef struct {
   int32_t code, type;        /* SpCode; SpType of the weight, or of the cache: SP_F32, SP_BF16 or SP_INT8 */
   int32_t flags, activation;
-  int32_t layer, group;      /* whose keys and values, and whose block tables and slots */
+  int32_t layer, group;      /* whose keys and values or records, and whose block tables and slots */
   int64_t n, k;
   const void *weight;        /* packed by sp_pack; SP_EXPERTS: the addresses of the experts' matrices */
-  const float *scale;        /* SP_NORM: n; SP_ROTATE: the queries' norm, dim (heads dim with SP_ALL_HEADS), or NULL */
-  const float *bias;         /* SP_LINEAR: n (SP_GATED: [2, n], gate and up); SP_EXPERTS: the same by expert; SP_NORM: n; SP_ROTATE: of the queries' norm; or NULL */
-  const float *key_scale, *key_bias; /* SP_ROTATE: the keys' norm, dim (kv_heads dim with SP_ALL_HEADS); or NULL */
+  const float *scale;        /* SP_NORM: n; SP_ROTATE: the queries' norm, dim (heads dim with SP_ALL_HEADS), or NULL; SP_CONVOLVE:
+                                [window, n]; SP_RECUR: the norm of each head's result, dim, or NULL */
+  const float *bias;         /* SP_LINEAR: n (SP_GATED: [2, n], gate and up); SP_EXPERTS: the same by expert; SP_NORM, SP_CONVOLVE: n; SP_ROTATE: of the queries' norm; or NULL */
+  const float *key_scale, *key_bias; /* SP_ROTATE: the keys' norm, dim (kv_heads dim with SP_ALL_HEADS); or NULL. SP_RECUR: rates and their bias, [heads] */
   const float *in;
   float *out;
   float *copy;               /* SP_NORM: [T, n], the rows of `in` are copied to it; or NULL */
   const float *learned;      /* SP_EMBED: learned positions [positions, n], or NULL */
   const float *sinks;        /* SP_ATTEND: a score for each head that has no value, [heads]; or NULL */
-  int32_t heads, kv_heads, dim, window; /* window 0 = none */
+  int32_t heads, kv_heads, dim, window; /* window 0 = none. SP_RECUR: kv_heads of k numbers, and `heads` states [k, dim]. It and the
+                                           SP_CONVOLVE before it have the same n, k, heads, kv_heads, dim and window */
   int32_t rope, rotated;     /* SP_ROTATE: whose angles; the first dimensions of each head that are rotated, 0 = none */
   float eps, factor, softcap; /* of norms; see SP_EMBED, SP_NORM, SP_LINEAR, SP_COPY, and of attention scores; c: y becomes c tanh(y / c) */
   int64_t stride;            /* from a row to the next, in numbers: SP_LINEAR: of `out`, 0 = n; SP_ROTATE and SP_ATTEND: of `in`,
-                                0 = (heads + 2 kv_heads) dim */
+                                0 = (heads + 2 kv_heads) dim; SP_CONVOLVE: of `in`; SP_RECUR: of `gates` */
   int64_t used;              /* SP_ROUTE, SP_EXPERTS, SP_COMBINE: experts of each row */
   const int32_t *order;      /* SP_LINEAR with weights in groups: the number of `in` that each of the k columns multiplies; or NULL: i for column i */
   const float *distances;    /* SP_ATTEND: a number for each distance (the key's position minus the row's) from -before to after, whose ends
                                 stand for all distances beyond, [heads, before + 1 + after]; or NULL. The positions of tree nodes are those
                                 along their path. */
   int64_t before, after;
+  const float *gates;        /* SP_RECUR: each row's z [heads dim], b [heads] and a [heads] */
   SpSizes has;
 } SpOp;
 
@@ -103,13 +113,15 @@ typedef struct {
  * rows are one chain. If the tree's first `done` nodes are in the cache already, after the `start` positions, then chain is 0 and the
  * rows are the nodes after them. The slot of position p is table[p / block] * block + p % block, where a table has `blocks` entries
  * for each group of layers. Entries before the window of all rows are not read. `source` is the block table of the sequence's source,
- * and source_length the number of its positions, at least 1 if an operation has SP_SOURCE. All fields are 64 bits wide. */
+ * and source_length the number of its positions, at least 1 if an operation has SP_SOURCE. The last six fields are a StateRows of
+ * src/speculant/cache/base.py, where -1 is no record: the rows of such a sequence are one chain. All fields are 64 bits wide. */
 typedef struct {
   int64_t first, rows, start, chain, tree;
   const int64_t *table;                      /* [groups, blocks] */
   int64_t blocks, done;
   const int64_t *source;
   int64_t source_length;
+  int64_t read, settled, write, certain, save, saved;
 } SpSegment;
 
 typedef struct {
@@ -123,6 +135,7 @@ typedef struct {
   const float *const *query_factors;         /* by rope: tables [angles] of factors of rotated queries, or NULL; or NULL for all */
   void *const *keys, *const *values;         /* by layer: its storage [slots, kv_heads, dim]; of SP_INT8 each head is `dim` bytes and a
                                                  float32 scale, which need not be aligned */
+  float *const *states;                      /* by layer: its records; read for layers with a state alone */
   const float *const *inputs;                /* [T] input embedding per row, NULL = look the token up; or NULL: look all tokens up */
 } SpPass;
 
@@ -132,6 +145,7 @@ typedef struct {
   int64_t tokens, positions;     /* tokens, and positions in tables of learned ones, are below them */
   int64_t layers, groups, ropes; /* of the model: see SpPass */
   const int64_t *slots;          /* [layers] bytes of a slot's keys, and of its values */
+  const int64_t *records;        /* [layers] numbers of a record; 0 = the layer has none. NULL: no layer has any */
   const int64_t *angles;         /* [ropes] numbers in a row of a table of angles */
   const int64_t *head_tokens;    /* as in SpDraft; and their number */
   int64_t num_head_tokens;

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from speculant.cache import SCALE_BYTES, read_heads, round_heads
+from speculant.cache import NO_RECORD, SCALE_BYTES, read_heads, round_heads
 from speculant.kernels import Code, Flag, Kernels, Op, Pass, Type, address, reference
 from tests.examples import examples
 from tests.native import SETS, needs_kernels, on
@@ -20,7 +20,8 @@ from tests.timing import cpu_seconds
 
 pytestmark = needs_kernels
 TYPES = {Type.F32: torch.float32, Type.BF16: torch.bfloat16, Type.INT8: torch.int8}
-FIELDS = 10  # of a segment
+NO_STATES = (NO_RECORD, 0, NO_RECORD, 0, NO_RECORD, 0)
+SOURCE, FIELDS = 8, 16  # of a segment: where its source is, and how many there are
 WIDE = [-1] * 5 + [node // 3 for node in range(42)]  # 47 nodes, five at the root and three below each
 COMB = [-1, *(node for step in range(30) for node in (2 * step, 2 * step))]  # a path of 31, with a sibling at each node
 
@@ -132,7 +133,9 @@ class Attention:
             first, table = sum(self.counts[:place]), self._tables[place]
             source = table[self.GROUP].data_ptr() if rows.source else 0
             own = (0, 0) if rows.source else (table.data_ptr(), table.shape[1])
-            self._segments.extend((first, rows.count, rows.start, rows.chain, tree, *own, 0, source, rows.source))
+            self._segments.extend(
+                (first, rows.count, rows.start, rows.chain, tree, *own, 0, source, rows.source, *NO_STATES)
+            )
             self._parents.extend(rows.parents)
         self._inputs = torch.full((sum(self.counts), shape.heads + 2 * shape.kv_heads, shape.dim), torch.nan)
         self._inputs[:, : shape.heads] = torch.cat([each.queries for each in fed])
@@ -191,8 +194,8 @@ class Attention:
         self._values_of.append(layer._values.data_ptr())
         self._pass.keys, self._pass.values = address(self._keys_of), address(self._values_of)
         if Flag.SOURCE in Flag(op.flags):
-            for last in range(FIELDS, len(self._segments) + 1, FIELDS):
-                self._segments[last - 2 : last] = layer._segments[last - 2 : last]
+            for first in range(SOURCE, len(self._segments), FIELDS):
+                self._segments[first : first + 2] = layer._segments[first : first + 2]
 
 
 def check_paths(isa: str, threads: int, shape: Shape, fed: Sequence[Fed], leaves: int = 1000) -> None:

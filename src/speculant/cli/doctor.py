@@ -278,7 +278,7 @@ def _cache_sizes(decoder: DecoderConfig, dtype: torch.dtype) -> dict[str, float]
         shape = cache_shape(decoder, dtype, torch.device("cpu"), stored)
         needed = sum(shape.bytes_of(group.layers) * min(length, group.window or length) for group in shape.groups)
         found |= {f"each_position{name}_kib": shape.bytes_per_token / KIB, f"whole_context{name}_mib": needed / MIB}
-    return found
+    return found | ({"states_of_each_sequence_mib": 2 * shape.state_bytes / MIB} if shape.states else {})
 
 
 def _tokenizer_finding(place: Path) -> Finding:

@@ -187,8 +187,10 @@ class CacheMemory:
         fewer = "" if num_seqs == 1 else ", lower max_num_seqs"
         shorter = f", or set max_model_len to {fits} or less" if fits else ""
         sources = " with sources" if self._has_source else ""
+        states = f", and states of {self.limits.max_num_seqs} sequences," if self._shape.states else ""
+        fewer = ", lower max_num_seqs" if states else fewer
         return CapacityError(
-            f"the {whose}'s cache: {num_seqs} x {longest} positions of keys and values{sources} need "
+            f"the {whose}'s cache: {num_seqs} x {longest} positions of keys and values{sources}{states} need "
             f"{needed / mib:.1f} MiB and its share of the memory is {share / mib:.1f} MiB",
             f"raise kv_memory{fewer}{shorter}.",
         )

@@ -144,8 +144,9 @@ class Scratch:
         return blocks[-1]
 
 
-VERSION = 24
+VERSION = 25
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
+MOST_CONV = 16  # positions that a convolution sees
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
 _REINSTALL = "install the package again, and unset SPECULANT_LIBRARY if it is set."
 
@@ -199,6 +200,8 @@ class Code(IntEnum):
     ROUTE = 7
     EXPERTS = 8
     COMBINE = 9
+    CONVOLVE = 10
+    RECUR = 11
 
 
 class Flag(IntFlag):
@@ -206,7 +209,7 @@ class Flag(IntFlag):
 
     NONE = 0
     ADD = 1  # LINEAR, NORM: add to the output
-    GATED = 2  # LINEAR: of gate and up, which are interleaved
+    GATED = 2  # LINEAR: of gate and up, which are interleaved. CONVOLVE: of b, c and x
     CENTRED = 4  # NORM, ROTATE: subtract the mean first
     ALL_HEADS = 8  # ROTATE: norm all heads together
     GATHER = 16  # EXPERTS: read the rows of the pass
@@ -226,6 +229,7 @@ class Activation(IntEnum):
     GELU_TANH = 3
     RELU = 4
     CLAMPED = 5  # of gate and up together: `Clamped` in models/description.py
+    SIGMOID = 6
 
 
 class Sizes(Structure):
@@ -234,7 +238,7 @@ class Sizes(Structure):
     _fields_: ClassVar[Any] = [
         ("weight", c_int64), ("scale", c_int64), ("bias", c_int64), ("key_scale", c_int64), ("key_bias", c_int64),
         ("source", c_int64), ("out", c_int64), ("copy", c_int64), ("learned", c_int64), ("sinks", c_int64),
-        ("order", c_int64), ("distances", c_int64), ("matrix", c_int64),
+        ("order", c_int64), ("distances", c_int64), ("matrix", c_int64), ("gates", c_int64),
     ]  # fmt: skip
 
 
@@ -249,7 +253,7 @@ class Op(Structure):
         ("heads", c_int32), ("kv_heads", c_int32), ("dim", c_int32), ("window", c_int32),
         ("rope", c_int32), ("rotated", c_int32),
         ("eps", c_float), ("factor", c_float), ("softcap", c_float), ("stride", c_int64), ("used", c_int64),
-        ("order", c_void_p), ("distances", c_void_p), ("before", c_int64), ("after", c_int64),
+        ("order", c_void_p), ("distances", c_void_p), ("before", c_int64), ("after", c_int64), ("gates", c_void_p),
         ("has", Sizes),
     ]  # fmt: skip
 
@@ -259,8 +263,8 @@ class Bounds(Structure):
 
     _fields_: ClassVar[Any] = [
         ("rows", c_int64), ("tokens", c_int64), ("positions", c_int64),
-        ("layers", c_int64), ("groups", c_int64), ("ropes", c_int64), ("slots", c_void_p), ("angles", c_void_p),
-        ("head_tokens", c_void_p), ("num_head_tokens", c_int64),
+        ("layers", c_int64), ("groups", c_int64), ("ropes", c_int64), ("slots", c_void_p), ("records", c_void_p),
+        ("angles", c_void_p), ("head_tokens", c_void_p), ("num_head_tokens", c_int64),
     ]  # fmt: skip
 
 
@@ -272,7 +276,7 @@ class Pass(Structure):
         ("tokens", c_void_p), ("positions", c_void_p), ("slots", c_void_p),
         ("segments", c_void_p), ("parents", c_void_p),
         ("angles", c_void_p), ("cosines", c_void_p), ("sines", c_void_p), ("query_factors", c_void_p),
-        ("keys", c_void_p), ("values", c_void_p), ("inputs", c_void_p),
+        ("keys", c_void_p), ("values", c_void_p), ("states", c_void_p), ("inputs", c_void_p),
     ]  # fmt: skip
 
 

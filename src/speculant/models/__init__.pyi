@@ -81,6 +81,7 @@ from .description import (
     Rows as Rows,
     Shape as Shape,
     Stacked as Stacked,
+    State as State,
     TensorMap as TensorMap,
     TokenInputs as TokenInputs,
     Transposed as Transposed,
@@ -133,6 +134,7 @@ from .native.packed import (
     PackedExperts as PackedExperts,
     PackedMlp as PackedMlp,
     PackedNorm as PackedNorm,
+    StateVectors as StateVectors,
     copying as copying,
     embedding as embedding,
     expert_matrices as expert_matrices,
@@ -141,6 +143,7 @@ from .native.packed import (
     linears as linears,
     make_op as make_op,
     normalising as normalising,
+    recurring as recurring,
 )
 from .native.program import (
     TAPPED_ROWS as TAPPED_ROWS,
@@ -184,6 +187,7 @@ from .sizes import (
     pass_matrices as pass_matrices,
     relative_reads as relative_reads,
     source_matrices as source_matrices,
+    state_shape as state_shape,
     tensor_shapes as tensor_shapes,
     values_per_position as values_per_position,
 )

@@ -154,6 +154,7 @@ def activations(config: DecoderConfig) -> dict[str, int]:
         "heads": max([of.query_size for of in config.attentions] + [of.size for of in states]),
         "gated": max(inner_width(layer.mlp) for layer in kinds),
         **_routed_widths(config),
+        **{name: width for name, width in _mixing_widths(config).items() if width},
         **({"embedded": hidden, "inputs": inputs, "projected": inputs} if inputs else {}),
     }
 
@@ -181,6 +182,14 @@ def state_shape(of: State) -> StateShape:
 def inner_width(of: Mlp | Experts) -> int:
     """Return how many numbers a row has inside of a feed-forward block, those of all experts that it uses."""
     return of.used * of.size if isinstance(of, Experts) else of.size
+
+
+def _mixing_widths(config: DecoderConfig) -> dict[str, int]:
+    """Return the arrays that some attention and some states have besides: gates, and convolved rows."""
+    return {
+        "gates": max((of.query_size for of in config.attentions if of.gated), default=0),
+        "columns": max((of.width for of in config.states if of and of.heads), default=0),
+    }
 
 
 def _routed_widths(config: DecoderConfig) -> dict[str, int]:

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from speculant.cache import KVCache, KVStorage
+from speculant.cache import MOST_PENDING, NO_RECORD, CacheShape, KVCache, KVStorage, StateRows
 from speculant.kernels import (
     CACHE_TYPES,
+    MOST_CONV,
     MOST_DIM,
     MOST_GROUP,
     NO_TOKEN,
@@ -124,6 +125,7 @@ def next_power(positions: int) -> int:
 
 
 FORESEEABLE = (Stream, KeyedNoise, MostLikely)
+NO_STATES = StateRows(NO_RECORD, 0, NO_RECORD, 0)  # of a model without any
 
 
 def _edits(chain: Chain) -> Edits | None:
@@ -176,6 +178,8 @@ class ChainRows:
             else:
                 self._tables.append(cache.table(chain.source))
                 segments += (address(self._tables[-1]), cache.length(chain.source))
+            certain = count if chain.certain is None else chain.certain
+            segments += NO_STATES if cache.records is None else cache.advance(seq_id, start, certain)
             tokens += own
             positions += range(start, start + count)
             for known_slots, added in zip(slots, (reserved, *others), strict=True):
@@ -289,13 +293,18 @@ FEWEST_ROWS = 16  # that the buffers have room for at first
 
 
 class LayerPointers:
-    """The addresses of each layer's keys and values in a storage. keys, values: where they are listed."""
+    """The addresses of each layer's keys and values in a storage, and of its records; 0 = it has none.
 
-    def __init__(self, storage: KVStorage, num_layers: int) -> None:
-        layers = [storage.layer(layer) for layer in range(num_layers)]
+    keys, values, states: where they are listed.
+    """
+
+    def __init__(self, storage: KVStorage, shape: CacheShape) -> None:
+        layers = [storage.layer(layer) for layer in range(shape.num_layers)]
         keys, values = (array("Q", [layer[i].data_ptr() for layer in layers]) for i in (0, 1))
-        self.storage, self._pointers = weakref.ref(storage), (keys, values)
-        self.keys, self.values = address(keys), address(values)
+        records = [storage.records(layer).data_ptr() if of else 0 for layer, of in enumerate(shape.states)]
+        states = array("Q", records)
+        self.storage, self._pointers = weakref.ref(storage), (keys, values, states)
+        self.keys, self.values, self.states = address(keys), address(values), address(states) if states else None
 
 
 class Layout(NamedTuple):
@@ -349,7 +358,8 @@ class NativeDecoder(BackendModel, HeadHost):
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
         self.kernels, self.packed = kernels, packed
-        self.needs = ModelNeeds(source=config.encoder is not None, restart_at=config.restart_at)
+        most_nodes = MOST_PENDING - 1 if config.states else None
+        self.needs = ModelNeeds(config.encoder is not None, most_nodes, config.restart_at)
         self._buffers, self._programs = Buffers(packed, FEWEST_ROWS), dict[tuple[int, ...], Program]()
         self._encoders = dict[type[SourceKeys], SourceKeys]()  # over the same buffers
         self._angles = AngleTables(config)
@@ -360,6 +370,7 @@ class NativeDecoder(BackendModel, HeadHost):
         self._head_tokens = torch.tensor(config.head.tokens, dtype=torch.int64) if config.head.tokens else None
         shape = self.cache_shape
         self._slot_bytes = array("q", [of.num_kv_heads * shape.bytes_of_head(of.head_dim) for of in shape.layers])
+        self._record_sizes = array("q", [of.size if of else 0 for of in shape.states])
         self._drawn: Drawn | None = None  # of the last draft
 
     @property
@@ -417,8 +428,8 @@ class NativeDecoder(BackendModel, HeadHost):
         bounds = Bounds(
             rows=self._buffers.room, tokens=self.vocab_size, positions=self.config.embedding.positions or 0,
             layers=self.num_layers, groups=self._num_groups, ropes=len(self._angles.widths),
-            slots=address(self._slot_bytes), angles=address(self._angles.widths),
-            head_tokens=None if tokens is None else tokens.data_ptr(),
+            slots=address(self._slot_bytes), records=address(self._record_sizes) if self._record_sizes else None,
+            angles=address(self._angles.widths), head_tokens=None if tokens is None else tokens.data_ptr(),
             num_head_tokens=0 if tokens is None else len(tokens),
         )  # fmt: skip
         self.kernels.check(program.ops, bounds, head)
@@ -430,6 +441,12 @@ class NativeDecoder(BackendModel, HeadHost):
         for of in config.attentions:
             if of.head_dim > MOST_DIM or of.groups > MOST_GROUP:
                 return f"heads of {of.head_dim} in groups of {of.groups} are too large for them"
+        for state in filter(None, config.states):
+            if max(state.key_dim, state.head_dim) > MOST_DIM or state.conv > MOST_CONV:
+                sizes = f"states [{state.key_dim}, {state.head_dim}] with convolutions over {state.conv} positions"
+                return f"{sizes} are too large for them"
+            if state.norm and (state.norm.kind != "rms" or state.norm.bias):
+                return "norms of states subtract the mean or have a bias"
         return None
 
     @override
@@ -549,9 +566,9 @@ class NativeDecoder(BackendModel, HeadHost):
         if end > angles.positions and angles.widths:
             angles.grow(end)
         if layers is None or layers.storage() is not storage:
-            layers = self._layers = LayerPointers(storage, self.num_layers)
+            layers = self._layers = LayerPointers(storage, self.cache_shape)
         on.cosines, on.sines, on.query_factors = angles.cosines, angles.sines, angles.factors
-        on.keys, on.values = layers.keys, layers.values
+        on.keys, on.values, on.states = layers.keys, layers.values, layers.states
         return on
 
     @override
@@ -613,14 +630,14 @@ def _segments(batch: Batch, groups: int) -> tuple[array[int], array[int], int]:
     """
     fields, parents, first, end = list[int](), list[int](), 0, 0
     for segment in batch.segments:
-        _, start, chain, table, own, _, source, source_length = segment
+        _, start, chain, table, own, _, source, source_length, _ = segment
         rows, tree = chain, -1
         if own and not segment.is_chain:
             chain, tree = segment.num_committed, len(parents)
             parents += own
         stride = len(table) // groups if groups > 1 else 0
         fields += (first, rows, start, chain, tree, table.buffer_info()[0], stride, 0)
-        fields += (address(source) if source_length else 0, source_length)
+        fields += (address(source) if source_length else 0, source_length, *(segment.state or NO_STATES))
         first, end = first + rows, max(end, start + rows)
     return array("q", fields), array("q", parents), end
 

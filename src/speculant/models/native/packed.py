@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from speculant.models.description import (
     Layer,
     Mlp,
     Norm,
+    State,
     TokenInputs,
 )
 from speculant.models.positions import buckets_of, sinusoids
@@ -52,6 +53,7 @@ from speculant.models.sizes import (
     POSITIONS,
     SCALE,
     SELF,
+    STATE,
     TABLE,
     TOKEN_INPUTS,
     TOKEN_TABLE,
@@ -424,7 +426,7 @@ class PackedAttention:
     """The weights of attention that `of` describes. Vectors are float32; None = it does not have this one.
 
     qkv: the matrices of queries, keys and values in this order, or that of queries alone; neighbours of the same type
-    are one matrix, unless queries are apart.
+    are one matrix, unless queries are apart. gate: that of gates of the result.
     """
 
     of: Attention
@@ -437,6 +439,8 @@ class PackedAttention:
     distances: DistanceTable | None
     out: Weight
     out_bias: Tensor | None
+    gate: Weight | None = None
+    gate_bias: Tensor | None = None
 
     @classmethod
     def read(cls, of: Attention, weights: WeightReader, *, queries_apart: bool = False) -> PackedAttention:
@@ -456,12 +460,14 @@ class PackedAttention:
             distances=DistanceTable.read(of.distances, weights),
             out=weights.matrix("o_proj.weight"),
             out_bias=weights.vector("o_proj.bias") if of.output_bias else None,
+            gate=weights.matrix("gate_proj.weight") if of.gated else None,
+            gate_bias=weights.vector("gate_proj.bias") if of.gated and of.bias else None,
         )
 
     @property
     def matrices(self) -> tuple[Weight, ...]:
         """All its matrices."""
-        return (*self.qkv, self.out)
+        return (*self.qkv, self.out, *([self.gate] if self.gate else ()))
 
     @property
     def read_matrices(self) -> tuple[Weight, ...]:
@@ -479,16 +485,99 @@ class PackedAttention:
         return None if self.qkv_bias is None else self.qkv_bias[self.of.query_size :]
 
 
+class StateVectors(NamedTuple):
+    """The small weights of a state, in float32. conv: [conv, width]. rates: -exp(A_log). None = it has none."""
+
+    conv: Tensor
+    conv_bias: Tensor | None
+    rates: Tensor | None
+    rate_bias: Tensor | None
+    norm: PackedNorm | None
+
+    @classmethod
+    def read(cls, of: State, weights: WeightReader) -> StateVectors:
+        """Read the vectors."""
+        return cls(
+            conv=weights.vector("conv1d.weight").view(of.width, of.conv).T.contiguous(),
+            conv_bias=weights.vector("conv1d.bias") if of.bias else None,
+            rates=-weights.vector("A_log").double().exp().float() if of.heads else None,
+            rate_bias=weights.vector("dt_bias") if of.heads else None,
+            norm=PackedNorm.read(of.norm, weights, "norm", of.head_dim) if of.norm else None,
+        )
+
+
+def recurring(
+    of: State, layer: int, vectors: StateVectors, source: Tensor, columns: Tensor | None, out: Tensor
+) -> Iterator[Op]:
+    """Yield the operations of a layer's state from the rows of all its projections; out = the input of `out_proj`.
+
+    columns: scratch memory for convolved rows; None = there is no recurrence.
+    """
+    sizes: dict[str, float] = {
+        "layer": layer, "heads": of.heads, "kv_heads": of.key_heads, "dim": of.head_dim, "window": of.conv,
+        "n": of.width, "k": of.key_dim, "stride": source.stride(0),
+    }  # fmt: skip
+    convolving = partial(
+        make_op, Code.CONVOLVE, Type.F32, scale=vectors.conv, bias=vectors.conv_bias, source=source, **sizes
+    )
+    if columns is None:
+        yield convolving(out=out, flags=Flag.GATED)
+        return
+    yield convolving(out=columns, activation=Activation.SILU)
+    norm = vectors.norm
+    yield make_op(
+        Code.RECUR, Type.F32, key_scale=vectors.rates, key_bias=vectors.rate_bias, source=columns, out=out,
+        gates=source[:, of.width :], scale=norm.scale if norm else None, eps=norm.of.eps if norm else None,
+        **sizes,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PackedState:
+    """The weights of what a layer has in place of attention. None = it does not have this one.
+
+    inner: the matrices of all projections in their order, neighbours of the same type as one. Those of the rates of
+    states are never rounded.
+    """
+
+    of: State
+    inner: tuple[Weight, ...]
+    inner_bias: Tensor | None
+    vectors: StateVectors
+    out: Weight
+    out_bias: Tensor | None
+
+    @classmethod
+    def read(cls, of: State, weights: WeightReader) -> PackedState:
+        """Read and pack the weights."""
+        names = [f"{name}.weight" for name in of.projections]
+        rounded, exact = names[:2], names[2:]
+        return cls(
+            of=of,
+            inner=(*weights.matrices(*rounded), *weights.unrounded().matrices(*exact)),
+            inner_bias=weights.vector(*(f"{name}.bias" for name in of.projections)) if of.bias else None,
+            vectors=StateVectors.read(of, weights),
+            out=weights.matrix("out_proj.weight"),
+            out_bias=weights.vector("out_proj.bias") if of.bias else None,
+        )
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        """All its matrices."""
+        return (*self.inner, self.out)
+
+
 @dataclass(frozen=True)
 class PackedLayer:
     """The weights of one layer that `of` describes. None = it does not have this one.
 
-    norms: by the names of their modules, see `layer_norms`. scale: the factor of the residual stream at the end.
+    norms: by the names of their modules, see `layer_norms`. mixing: attention, or the state in its place. scale: the
+    factor of the residual stream at the end.
     """
 
     of: Layer
     norms: Mapping[str, PackedNorm]
-    attention: PackedAttention
+    mixing: PackedAttention | PackedState
     cross: PackedAttention | None
     mlp: PackedMlp | PackedExperts
     inputs: PackedInputs | None = None
@@ -501,7 +590,7 @@ class PackedLayer:
         return cls(
             of=of,
             norms={name: PackedNorm.read(norm, layer, name) for name, norm in layer_norms(of).items()},
-            attention=PackedAttention.read(of.attention, layer.inside(SELF), queries_apart=queries_apart),
+            mixing=_read_mixing(of, layer, queries_apart),
             cross=PackedAttention.read(of.cross, cross, queries_apart=True) if of.cross else None,
             mlp=PackedExperts.read(of.mlp, mlp) if isinstance(of.mlp, Experts) else PackedMlp.read(of.mlp, mlp),
             inputs=PackedInputs.read(of.token_inputs, layer.inside(TOKEN_INPUTS)),
@@ -513,29 +602,43 @@ class PackedLayer:
         """Read and pack layers, whose tensors' names begin with `name`, with tables of distances that they share."""
         found = list[PackedLayer]()
         for index, of in enumerate(layers):
-            layer, distances = cls.read(of, weights.inside(name.format(index))), of.attention.distances
+            layer = cls.read(of, weights.inside(name.format(index)))
+            distances = of.attention and of.attention.distances
             if distances and distances.shares is not None:
                 shared = found[distances.shares].attention.distances
-                layer = replace(layer, attention=replace(layer.attention, distances=shared))
+                layer = replace(layer, mixing=replace(layer.attention, distances=shared))
             found.append(layer)
         return found
 
     @property
+    def attention(self) -> PackedAttention:
+        """The attention of a layer that has it."""
+        assert isinstance(self.mixing, PackedAttention)
+        return self.mixing
+
+    @property
     def bytes_per_pass(self) -> int:
         """How many bytes of weights a pass of one row reads."""
-        read = (*self.attention.matrices, *(self.cross.read_matrices if self.cross else ()))
+        read = (*self.mixing.matrices, *(self.cross.read_matrices if self.cross else ()))
         return _bytes_of(*read, *self._input_matrices) + self.mlp.bytes_per_pass
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all matrices, the table of the inputs included."""
         tables = [self.inputs.table] if self.inputs else []
-        own = (*self.attention.matrices, *(self.cross.matrices if self.cross else ()))
+        own = (*self.mixing.matrices, *(self.cross.matrices if self.cross else ()))
         return _bytes_of(*own, *self._input_matrices, *tables) + self.mlp.num_bytes
 
     @property
     def _input_matrices(self) -> tuple[Weight, ...]:
         return self.inputs.matrices if self.inputs else ()
+
+
+def _read_mixing(of: Layer, layer: WeightReader, queries_apart: bool) -> PackedAttention | PackedState:
+    if of.attention:
+        return PackedAttention.read(of.attention, layer.inside(SELF), queries_apart=queries_apart)
+    assert of.state
+    return PackedState.read(of.state, layer.inside(STATE))
 
 
 def _bytes_of(*weights: Weight) -> int:
@@ -621,7 +724,7 @@ class PackedDecoder:
         """The width of each array that a pass fills for a row."""
         widths = activations(self.config)
         apart = any(layer.mlp.apart for layer in self.every_layer)
-        return widths | ({"gates": widths["gated"]} if apart else {})
+        return widths | ({"gates": max(widths["gated"], widths.get("gates", 0))} if apart else {})
 
     @property
     def bytes_per_pass(self) -> int:

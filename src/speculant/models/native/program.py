@@ -3,9 +3,12 @@
 x      the residual stream                               [T, hidden]
 y      x after a norm, or a block's result before one    [T, hidden]
 qkv    queries, keys and values                          [T, (heads + 2 kv_heads) head_dim]
-heads  the output of attention                           [T, heads head_dim]
+heads  the output of attention, or of a state            [T, heads head_dim]
 gated  activation(gate) * up, or activation(up)          [T, intermediate]
-gates  gate, where up has another type                   [T, intermediate]
+gates  gate, where up has another type, or of attention  [T, intermediate or heads head_dim]
+
+Layers with a recurrence have `qkv` for all projections of their input, and queries, keys and values after the
+convolution in `columns` [T, width].
 
 Layers with experts have `gated` and `gates` for each expert of a row. They and layers with inputs by token have further
 arrays: see native/packed.py. The kernels keep scratch memory, which grows with the sizes of a pass, up to bounds:
@@ -15,7 +18,7 @@ tiles        each row, packed for a linear layer                 csrc/tiles.h
 own rows     a pass's only row, normed and packed, per thread    csrc/program.h
 angles       cosines and sines of each position                  models/native/decoder.py
 spans        softmaxes of each row, head and span of keys        csrc/attention.h; at most MOST_SPAN_BYTES
-items        keys and softmaxes of one work item, per thread     csrc/attention.h
+items        keys and softmaxes, or a state, of one work item    csrc/attention.h, csrc/states.h; per thread
 sampling     logits and probs of each row                        kernels/native.py; at most MOST_BYTES
 candidates   tokens that top-k, top-p and min-p choose from      csrc/probs.h, per thread
 """
@@ -31,9 +34,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from speculant.cache import by_length
-from speculant.kernels import MOST_BYTES, Bounds, Code, Flag, Kernels, Op, Pass, Type, Weight
-from speculant.models.description import Attention
+from speculant.cache import MOST_PENDING, by_length
+from speculant.kernels import MOST_BYTES, Activation, Bounds, Code, Flag, Kernels, Op, Pass, Type, Weight
+from speculant.models.description import Attention, State
 from speculant.models.heads import Linears
 from speculant.models.native.packed import (
     PackedAttention,
@@ -44,6 +47,7 @@ from speculant.models.native.packed import (
     PackedLayer,
     PackedMlp,
     PackedNorm,
+    PackedState,
     adding_inputs,
     copying,
     embedding,
@@ -52,6 +56,7 @@ from speculant.models.native.packed import (
     linears,
     make_op,
     normalising,
+    recurring,
 )
 from speculant.models.positions import rotation_of, rotations
 from speculant.models.sizes import (
@@ -74,14 +79,15 @@ TAPPED_ROWS = 32  # of one allocation, unless a pass has more
 class Buffers:
     """The activations of a pass of up to `room` rows.
 
-    gates: None = no layer computes its gate alone. scores, results: None = no layer has experts. embedded, inputs,
-    projected: None = no layer has inputs by token.
+    gates: None = no layer computes a gate alone. scores, results: None = no layer has experts. embedded, inputs,
+    projected: None = no layer has inputs by token. columns: None = no layer has a recurrence.
     """
 
     def __init__(self, weights: PackedDecoder, room: int) -> None:
         self.room = room
         made = {name: torch.empty(room, width) for name, width in weights.activations.items()}
         self.gates, self.scores, self.results = (made.pop(name, None) for name in ("gates", "scores", "results"))
+        self.columns = made.pop("columns", None)
         self.embedded, self.inputs, self.projected = (
             made.pop(name, None) for name in ("embedded", "inputs", "projected")
         )
@@ -164,19 +170,36 @@ class Program:
             yield normalising(norm, self._buffers.x, self._buffers.x)
 
     def _layer(self, index: int, layer: PackedLayer) -> Iterator[Op]:
-        own, before = layer.attention, layer.norms.get(BEFORE_ATTENTION)
+        own, before, buffers = layer.mixing, layer.norms.get(BEFORE_ATTENTION), self._buffers
         yield from self._enter(index, before)
-        yield from linears(own.qkv, self._normed(before), self._buffers.qkv, own.qkv_bias)
+        if isinstance(own, PackedState):
+            yield from linears(own.inner, self._normed(before), buffers.qkv, own.inner_bias)
+            columns = buffers.columns if own.of.heads else None
+            yield from recurring(own.of, index, own.vectors, buffers.qkv, columns, buffers.heads)
+            yield from self._after_mixing(index, layer)
+            return
+        yield from linears(own.qkv, self._normed(before), buffers.qkv, own.qkv_bias)
+        if own.gate:
+            assert buffers.gates is not None
+            yield linear(own.gate, self._normed(before), buffers.gates, own.gate_bias)
         yield from self._after_queries(index, layer)
 
     def _after_queries(self, index: int, layer: PackedLayer) -> Iterator[Op]:
-        """Yield the rest of a layer, after queries, keys and values are computed.
+        """Yield the rest of a layer, after queries, keys and values are computed, and gates."""
+        own, buffers = layer.attention, self._buffers
+        yield from self._rotation(index, own, own.of.heads)
+        yield self._attention(index, own)
+        if own.gate:
+            assert buffers.gates is not None
+            yield gating(buffers.gates, buffers.heads, own.of.query_size, Activation.SIGMOID)
+        yield from self._after_mixing(index, layer)
+
+    def _after_mixing(self, index: int, layer: PackedLayer) -> Iterator[Op]:
+        """Yield the rest of a layer, after the result of attention or of its state is in `heads`.
 
         All results are added to x; with `parallel`, only after x was read for both blocks.
         """
-        buffers, own, scale = self._buffers, layer.attention, layer.of.residual_scale
-        yield from self._rotation(index, own, own.of.heads)
-        yield self._attention(index, own)
+        buffers, own, scale = self._buffers, layer.mixing, layer.of.residual_scale
         attended = [*self._add(own.out, buffers.heads, own.out_bias, layer.norms.get(AFTER_ATTENTION), scale)]
         attended += [*self._normalise(layer.norms.get(END_ATTENTION)), *self._cross(index, layer)]
         inner = self._inner(layer)
@@ -379,6 +402,7 @@ REAL, DOUBLE, CANDIDATE = 4, 8, 16  # bytes
 GROWTH = 2  # an array that grows takes up to twice its need
 MOST_SPAN_BYTES = 2**24  # MOST_PARTIAL of csrc/attention.h
 TILE, SPAN, MOST_BLOCK_REALS, LANES = 64, 512, 2**14, 16  # of csrc/attention.h; LANES: of the widest set
+CONVOLVED = 2**10  # of csrc/states.h
 
 
 def scratch_bytes(packed: PackedDecoder, threads: int, rows: int, positions: int) -> int:
@@ -391,8 +415,9 @@ def scratch_bytes(packed: PackedDecoder, threads: int, rows: int, positions: int
     sampling = min(MOST_BYTES, GROWTH * rows * config.vocab_size * (REAL + DOUBLE))
     candidates = GROWTH * threads * config.vocab_size * CANDIDATE
     kinds = config.attentions
-    reals = _power(rows) * per_row + angles + threads * (max(map(_item, kinds)) + 2 * GROWTH * widest)
-    spans = max(_span_bytes(of, threads, rows, positions) for of in kinds)
+    items = [*map(_item, kinds), *(_state_item(of) for of in config.states if of)]
+    reals = _power(rows) * per_row + angles + threads * (max(items) + 2 * GROWTH * widest)
+    spans = max((_span_bytes(of, threads, rows, positions) for of in kinds), default=0)
     return REAL * reals + spans + sampling + candidates
 
 
@@ -404,6 +429,12 @@ def _item(of: Attention) -> int:
     """Return the numbers that a work item of attention holds: keys and values of a tile, two softmaxes per query."""
     padded = _padded(of)
     return _power(2 * TILE * padded) + _power(2 * max(MOST_BLOCK_REALS, of.groups * (padded + 2)))
+
+
+def _state_item(of: State) -> int:
+    """Return the numbers that work items of a state hold: columns of some channels, a head's state and its steps."""
+    padded = -(-of.head_dim // LANES) * LANES
+    return _power(of.conv * CONVOLVED) + _power(of.key_dim * padded + 2 * MOST_PENDING * (of.key_dim + padded))
 
 
 def _span_bytes(of: Attention, threads: int, rows: int, positions: int) -> int:

@@ -1,0 +1,337 @@
+// What may take the place of attention: a convolution over the last positions of a sequence, and a gated delta rule (arXiv 2412.06464).
+// A sequence has a record for each such layer; StateShape and StateRows in src/speculant/cache/base.py define what a pass does with it:
+//
+//   record   | state [heads, k, dim] | SP_MOST_PENDING updates | SP_MOST_PENDING + window - 1 columns [n] |
+//   update   | keys [kv_heads, k] | d [heads, dim] | exp(g) [heads] |
+//
+// Each row changes a head's state S [k, dim], where each key serves heads / kv_heads consecutive heads. `in` has its q, k and v:
+//
+//   q, k = q / |q| / sqrt(k), k / |k|;   g = rate softplus(a + its bias);   S = exp(g) S
+//   d = sigmoid(b) (v - S^T k);   S = S + k d^T;   out = norm(S^T q) silu(z)
+//
+// A row that may be dropped changes no state in a record: its update waits in the record until a later pass adds it, or never does. Updates
+// are added in the same way and order whenever that happens, so no bit depends on it. For equal inputs, results have the same bits on all
+// sets of instructions: products are rounded before they are added, a lane is a column of S, and its sums run over k in order.
+#pragma once
+#include "activations.h"
+#include "parallel.h"
+#include "reals.h"
+
+namespace SP_NAMESPACE {
+
+constexpr int64_t MOST_KEY_DIM = 512, MOST_WINDOW = 16;
+constexpr int64_t CONVOLVED = 1024;             // channels of a work item: whole vectors
+constexpr int64_t STEPS_OF_BLOCK = SP_MOST_PENDING;
+constexpr int TILE_COLUMNS = 4;                 // vectors of columns of S that go through the steps of a block together
+constexpr float NORM_EPS = 1e-6f;               // of queries and keys
+
+// The parts of a record, in numbers.
+struct RecordShape {
+  int64_t state, update, column, columns;
+  explicit RecordShape(const SpOp &op)
+      : state((int64_t)op.heads * op.k * op.dim), update(op.kv_heads * op.k + op.heads * ((int64_t)op.dim + 1)), column(op.n),
+        columns(SP_MOST_PENDING + op.window - 1) {}
+  int64_t size() const { return state + SP_MOST_PENDING * update + columns * column; }
+  int64_t update_at(int64_t position) const { return state + position % SP_MOST_PENDING * update; }
+  int64_t column_at(int64_t position) const { return state + SP_MOST_PENDING * update + position % columns * column; }
+};
+
+// The records of a sequence in a layer; NULL = none. pending: the one that gets the updates and columns of rows that may be dropped.
+struct Records {
+  RecordShape shape;
+  float *read, *write, *save, *pending;
+
+  Records(const SpOp &op, const SpPass &pass, const SpSegment &segment) : shape(op) {
+    const auto at = [&](int64_t record) { return record < 0 ? nullptr : pass.states[op.layer] + record * shape.size(); };
+    read = at(segment.read), write = at(segment.write), save = at(segment.save), pending = write ? write : read;
+  }
+};
+
+// The first position that a pass does not add to the state, and the one after its last row.
+static inline int64_t settled_end(const SpSegment &segment) { return segment.start + segment.certain; }
+static inline int64_t end_of(const SpSegment &segment) { return segment.start + segment.rows; }
+
+// The first `count` floats, or a whole vector if there are more.
+static inline Vec load_up_to(const float *p, int64_t count) { return count < LANES ? load_part(p, count) : load(p); }
+static inline void store_up_to(float *p, Vec v, int64_t count) { count < LANES ? store_part(p, v, count) : store(p, v); }
+
+static inline Vec even_silu(Vec x) { return divide(x, add(splat(1.0f), exp_by<false>(negative(x)))); }
+
+// Some channels of a sequence, whose last columns are in a thread's own memory.
+struct Convolution {
+  const SpOp &op;
+  const SpSegment &segment;
+  const Records records;
+  const int64_t first, count;
+  float *ring;  // [window, CONVOLVED], by position
+
+  float *column(int64_t position) const { return ring + position % op.window * CONVOLVED; }
+  const float *in(int64_t position) const { return op.in + (segment.first + position - segment.start) * op.stride + first; }
+
+  void compute_column(int64_t position) const {
+    const float *row = in(position), *x = op.flags & SP_GATED ? row + 2 * op.n : row;
+    for (int64_t i = 0; i < count; i += LANES) {
+      const Vec own = load_up_to(x + i, count - i);
+      store(column(position) + i, op.flags & SP_GATED ? mul(load_up_to(row + i, count - i), own) : own);
+    }
+  }
+
+  void read_column(int64_t position) const {
+    const float *from = records.read + records.shape.column_at(position) + first;
+    for (int64_t i = 0; i < count; i += LANES) store(column(position) + i, load_up_to(from + i, count - i));
+  }
+
+  void put(float *record, int64_t position) const {
+    memcpy(record + records.shape.column_at(position) + first, column(position), count * sizeof(float));
+  }
+
+  // Store a column that later passes can need: each state has the columns before it, and so has each row that may be dropped.
+  void keep(int64_t position) const {
+    const int64_t before = op.window - 1, kept = records.write ? settled_end(segment) - before : segment.start;
+    if (records.pending && position >= kept) put(records.pending, position);
+    if (records.save && position < segment.saved && position >= segment.saved - before) put(records.save, position);
+  }
+
+  void convolve(int64_t position) const {
+    const int64_t seen = position < op.window ? position + 1 : op.window;
+    const float *columns[MOST_WINDOW], *gates = in(position) + op.n, *weights = op.scale + (op.window - seen) * op.n + first;
+    for (int64_t j = 0; j < seen; j++) columns[j] = column(position - seen + 1 + j);
+    float *out = op.out + (segment.first + position - segment.start) * op.n + first;
+    for (int64_t i = 0; i < count; i += LANES) {
+      const int64_t left = count - i;
+      Vec sum = op.bias ? load_up_to(op.bias + first + i, left) : zero();
+      for (int64_t j = 0; j < seen; j++) sum = add(sum, mul(load_up_to(weights + j * op.n + i, left), load(columns[j] + i)));
+      if (op.activation == SP_SILU) sum = even_silu(sum);
+      store_up_to(out + i, op.flags & SP_GATED ? mul(load_up_to(gates + i, left), sum) : sum, left);
+    }
+  }
+
+  void run() const {
+    const int64_t begin = records.save && segment.saved < segment.start ? segment.saved : segment.start;
+    for (int64_t position = begin < op.window ? 0 : begin - op.window + 1; position < end_of(segment); position++) {
+      position < segment.start ? read_column(position) : compute_column(position);
+      keep(position);
+      if (position >= segment.start) convolve(position);
+    }
+  }
+};
+
+static inline int64_t convolve_parts(const SpOp &op) { return (op.n + CONVOLVED - 1) / CONVOLVED; }
+
+static void run_convolve(const SpOp &op, const SpPass &pass, int64_t item) {
+  static thread_local List<float> ring;
+  const SpSegment &segment = pass.segments[item / convolve_parts(op)];
+  const int64_t first = item % convolve_parts(op) * CONVOLVED, left = op.n - first;
+  ring.renew(op.window * CONVOLVED);
+  Convolution{op, segment, Records(op, pass, segment), first, left < CONVOLVED ? left : CONVOLVED, ring.items}.run();
+}
+
+// The sum of squares of 16 lanes, which are one vector or two.
+static inline float square_sum(const float *x, int64_t n) {
+  Vec sums[16 / LANES];
+  for (Vec &sum : sums) sum = zero();
+  for (int64_t i = 0; i < n; i += LANES) {
+    const Vec own = load_up_to(x + i, n - i);
+    sums[i / LANES % (16 / LANES)] = add(sums[i / LANES % (16 / LANES)], mul(own, own));
+  }
+  return sum_lanes(LANES < 16 ? add(sums[0], sums[16 / LANES - 1]) : sums[0]);
+}
+
+static inline double exp_of(double x) { return exp_reals(splat_reals(x))[0]; }
+static inline double log_of(double x) { return log_reals(splat_reals(x))[0]; }
+static inline double softplus(double x) { return (x > 0.0 ? x : 0.0) + log_of(1.0 + exp_of(-std::fabs(x))); }
+static inline double sigmoid_of(double x) {
+  const double small = exp_of(-std::fabs(x));
+  return (x < 0.0 ? small : 1.0) / (1.0 + small);
+}
+
+// The change of a state by one row, a vector at a time: nothing else changes one.
+static inline Vec decayed(Vec state, Vec decay) { return mul(decay, state); }
+static inline Vec updated(Vec state, Vec key, Vec d) { return add(state, mul(key, d)); }
+
+// Successive steps of a head: updates that wait in a record, or rows. Columns are padded to whole vectors.
+struct StepBlock {
+  int64_t k, padded, count;
+  float *keys, *queries;          // [count, k]
+  float *values, *results;        // [count, padded]; values: v, or d once it is known
+  float decays[STEPS_OF_BLOCK], betas[STEPS_OF_BLOCK];
+};
+
+// Add updates to VECS vectors of columns from `first` on; state [k, VECS LANES].
+template <int VECS>
+static inline void add_updates(const StepBlock &block, int64_t first, float *state) {
+  for (int64_t i = 0; i < block.k; i++, state += VECS * LANES) {
+    Vec own[VECS];
+    for (int v = 0; v < VECS; v++) own[v] = load(state + v * LANES);
+    for (int64_t step = 0; step < block.count; step++) {
+      const Vec decay = splat(block.decays[step]), key = splat(block.keys[step * block.k + i]);
+      const float *d = block.values + step * block.padded + first;
+      for (int v = 0; v < VECS; v++) own[v] = updated(decayed(own[v], decay), key, load(d + v * LANES));
+    }
+    for (int v = 0; v < VECS; v++) store(state + v * LANES, own[v]);
+  }
+}
+
+// The same columns of one row: find its update, add it, and read the result.
+template <int VECS>
+static inline void run_step(const StepBlock &block, int64_t step, int64_t first, float *state) {
+  const float *keys = block.keys + step * block.k, *queries = block.queries + step * block.k;
+  float *values = block.values + step * block.padded + first, *results = block.results + step * block.padded + first;
+  const Vec decay = splat(block.decays[step]), beta = splat(block.betas[step]);
+  Vec d[VECS], sum[VECS];
+  for (int v = 0; v < VECS; v++) d[v] = sum[v] = zero();
+  for (int64_t i = 0; i < block.k; i++)
+    for (int v = 0; v < VECS; v++) {
+      float *at = state + (i * VECS + v) * LANES;
+      const Vec own = decayed(load(at), decay);
+      store(at, own);
+      d[v] = add(d[v], mul(own, splat(keys[i])));
+    }
+  for (int v = 0; v < VECS; v++) store(values + v * LANES, d[v] = mul(beta, sub(load(values + v * LANES), d[v])));
+  for (int64_t i = 0; i < block.k; i++)
+    for (int v = 0; v < VECS; v++) {
+      float *at = state + (i * VECS + v) * LANES;
+      const Vec own = updated(load(at), splat(keys[i]), d[v]);
+      store(at, own);
+      sum[v] = add(sum[v], mul(own, splat(queries[i])));
+    }
+  for (int v = 0; v < VECS; v++) store(results + v * LANES, sum[v]);
+}
+
+template <int VECS>
+static inline void run_tile(const StepBlock &block, bool pending, int64_t first, float *state) {
+  if (pending) return add_updates<VECS>(block, first, state);
+  for (int64_t step = 0; step < block.count; step++) run_step<VECS>(block, step, first, state);
+}
+
+// A head of a sequence. Its state is in a thread's own memory, in tiles of columns: [k, TILE_COLUMNS LANES], and [k, LANES] for the rest.
+struct Recurrence {
+  const SpOp &op;
+  const SpSegment &segment;
+  const Records records;
+  const int64_t head, group, padded;
+  float *state;
+  StepBlock block;
+
+  Recurrence(const SpOp &op, const SpPass &pass, const SpSegment &segment, int64_t head, List<float> &memory)
+      : op(op), segment(segment), records(op, pass, segment), head(head), group(op.heads / op.kv_heads),
+        padded((op.dim + LANES - 1) / LANES * LANES), block{op.k, padded, 0, nullptr, nullptr, nullptr, nullptr, {}, {}} {
+    memory.renew((op.k + 2 * STEPS_OF_BLOCK) * padded + 2 * STEPS_OF_BLOCK * op.k);
+    state = memory.items, block.values = state + op.k * padded, block.results = block.values + STEPS_OF_BLOCK * padded;
+    block.keys = block.results + STEPS_OF_BLOCK * padded, block.queries = block.keys + STEPS_OF_BLOCK * op.k;
+  }
+
+  // apply(column, width, tile) for each tile.
+  template <typename Apply>
+  void for_each_tile(Apply apply) const {
+    int64_t column = 0;
+    for (; column + TILE_COLUMNS * LANES <= padded; column += TILE_COLUMNS * LANES) apply(column, TILE_COLUMNS, state + column * op.k);
+    for (; column < padded; column += LANES) apply(column, 1, state + column * op.k);
+  }
+
+  // apply(number in the record, floats, place in the tiles) for each vector of the state, in the record's order.
+  template <typename Apply>
+  void for_each_vector(Apply apply) const {
+    for (int64_t i = 0; i < op.k; i++)
+      for_each_tile([&](int64_t column, int64_t width, float *tile) {
+        for (int64_t v = 0; v < width; v++, column += LANES)
+          apply((head * op.k + i) * op.dim + column, op.dim - column, tile + (i * width + v) * LANES);
+      });
+  }
+
+  void load_state() const {
+    if (!records.read || !segment.settled) return (void)memset(state, 0, op.k * padded * sizeof(float));
+    for_each_vector([&](int64_t from, int64_t count, float *at) { store(at, load_up_to(records.read + from, count)); });
+  }
+
+  void store_state(float *record) const {
+    if (record) for_each_vector([&](int64_t to, int64_t count, float *at) { store_up_to(record + to, load(at), count); });
+  }
+
+  float *update_of(float *record, int64_t position) const { return record + records.shape.update_at(position); }
+
+  void read_update(int64_t step, int64_t position) {
+    const float *update = update_of(records.read, position), *d = update + op.kv_heads * op.k + head * op.dim;
+    memcpy(block.keys + step * op.k, update + head / group * op.k, op.k * sizeof(float));
+    for (int64_t i = 0; i < op.dim; i += LANES) store(block.values + step * padded + i, load_up_to(d + i, op.dim - i));
+    block.decays[step] = update[op.kv_heads * op.k + op.heads * op.dim + head];
+  }
+
+  void put_update(int64_t step, int64_t position) const {
+    float *update = update_of(records.pending, position);
+    if (head % group == 0) memcpy(update + head / group * op.k, block.keys + step * op.k, op.k * sizeof(float));
+    memcpy(update + op.kv_heads * op.k + head * op.dim, block.values + step * padded, op.dim * sizeof(float));
+    update[op.kv_heads * op.k + op.heads * op.dim + head] = block.decays[step];
+  }
+
+  int64_t row_of(int64_t position) const { return segment.first + position - segment.start; }
+  const float *gates_of(int64_t position) const { return op.gates + row_of(position) * op.stride; }
+
+  void scale_to(const float *from, float factor, float *to) const {
+    for (int64_t i = 0; i < op.k; i += LANES) store_up_to(to + i, mul(load_up_to(from + i, op.k - i), splat(factor)), op.k - i);
+  }
+
+  void read_row(int64_t step, int64_t position) {
+    const float *row = op.in + row_of(position) * op.n, *query = row + head / group * op.k, *key = query + op.kv_heads * op.k;
+    const float *value = row + 2 * op.kv_heads * op.k + head * op.dim, *gates = gates_of(position) + op.heads * op.dim;
+    scale_to(query, 1.0f / sqrtf(square_sum(query, op.k) + NORM_EPS) / sqrtf((float)op.k), block.queries + step * op.k);
+    scale_to(key, 1.0f / sqrtf(square_sum(key, op.k) + NORM_EPS), block.keys + step * op.k);
+    for (int64_t i = 0; i < op.dim; i += LANES) store(block.values + step * padded + i, load_up_to(value + i, op.dim - i));
+    block.betas[step] = (float)sigmoid_of(gates[head]);
+    block.decays[step] = (float)exp_of(op.key_scale[head] * softplus(gates[op.heads + head] + op.key_bias[head]));
+  }
+
+  void put_result(int64_t step, int64_t position) const {
+    const float *result = block.results + step * padded, *z = gates_of(position) + head * op.dim;
+    float *out = op.out + (row_of(position) * op.heads + head) * op.dim;
+    const float factor = op.scale ? 1.0f / sqrtf(square_sum(result, op.dim) / (float)op.dim + op.eps) : 1.0f;
+    for (int64_t i = 0; i < op.dim; i += LANES) {
+      Vec own = mul(load(result + i), splat(factor));
+      if (op.scale) own = mul(load_up_to(op.scale + i, op.dim - i), own);
+      store_up_to(out + i, mul(own, even_silu(load_up_to(z + i, op.dim - i))), op.dim - i);
+    }
+  }
+
+  // Go from a position to another one. The steps between are all pending or all rows.
+  void run_block(int64_t from, int64_t to) {
+    const bool pending = from < segment.start;
+    block.count = to - from;
+    for (int64_t step = 0; step < block.count; step++) pending ? read_update(step, from + step) : read_row(step, from + step);
+    for_each_tile([&](int64_t column, int64_t width, float *tile) {
+      width == 1 ? run_tile<1>(block, pending, column, tile) : run_tile<TILE_COLUMNS>(block, pending, column, tile);
+    });
+    for (int64_t step = 0; !pending && step < block.count; step++) {
+      put_result(step, from + step);
+      if (records.pending && from + step >= settled_end(segment)) put_update(step, from + step);
+    }
+  }
+
+  // The end of the block that begins at a position: a state may be stored there, and rows follow pending updates.
+  int64_t block_end(int64_t from) const {
+    int64_t end = from + STEPS_OF_BLOCK < end_of(segment) ? from + STEPS_OF_BLOCK : end_of(segment);
+    const int64_t stops[] = {segment.start, settled_end(segment), segment.saved};
+    for (const int64_t stop : stops)
+      if (from < stop && stop < end) end = stop;
+    return end;
+  }
+
+  void run() {
+    load_state();
+    for (int64_t position = segment.settled;; ) {
+      if (position == segment.saved) store_state(records.save);
+      if (position == settled_end(segment)) store_state(records.write);
+      if (position == end_of(segment)) return;
+      const int64_t end = block_end(position);
+      run_block(position, end);
+      position = end;
+    }
+  }
+};
+
+// A work item is a head of a sequence.
+static void run_recur(const SpOp &op, const SpPass &pass, int64_t item) {
+  static thread_local List<float> memory;
+  Recurrence(op, pass, pass.segments[item / op.heads], item % op.heads, memory).run();
+}
+
+}  // namespace SP_NAMESPACE
