@@ -50,8 +50,13 @@ LLAMA3 = {
 }
 SLIDING = {"use_sliding_window": True, "sliding_window": 6}
 
-FULL, SLIDES = "full_attention", "sliding_attention"
+FULL, SLIDES, LINEAR, CONV = "full_attention", "sliding_attention", "linear_attention", "conv"
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 12}
+DELTA = {
+    "head_dim": 24, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+SHORT = {"num_hidden_layers": 4, "block_auto_adjust_ff_dim": False, "pad_token_id": 0}
 GEMMA4 = {
     "head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "num_hidden_layers": 4, "pad_token_id": 0,
     "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 300,
@@ -115,6 +120,39 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {"head_dim": 16},
         "tied": {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True},
         "windows": {"head_dim": 16, **SLIDING, "max_window_layers": 2},
+    },
+    "qwen3_5_text": {
+        "plain": {**DELTA, "num_hidden_layers": 4},
+        "tied": {
+            **DELTA,
+            "tie_word_embeddings": True,
+            "linear_conv_kernel_dim": 3,
+            "linear_num_value_heads": 6,
+            "layer_types": [LINEAR, FULL, LINEAR],
+        },
+        "one to one": {
+            **DELTA,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 2,
+            "num_hidden_layers": 5,
+            "full_attention_interval": 2,
+            "num_key_value_heads": 1,
+        },
+        "biases": {**DELTA, "attention_bias": True, "layer_types": [FULL, LINEAR, LINEAR], "head_dim": 16},
+    },
+    "lfm2": {
+        "plain": {**SHORT, "layer_types": [CONV, CONV, FULL, CONV]},
+        "untied": {
+            **SHORT,
+            "layer_types": [CONV, FULL, CONV, FULL],
+            "conv_L_cache": 4,
+            "tie_word_embeddings": False,
+            "num_key_value_heads": 1,
+            "block_auto_adjust_ff_dim": True,
+            "block_multiple_of": 16,
+        },
+        "biases": {**SHORT, "layer_types": [FULL, CONV, CONV, CONV], "conv_bias": True, "conv_L_cache": 2},
     },
     "gemma2": {
         "plain": {**GEMMA, "sliding_window": 6},
