@@ -28,8 +28,38 @@ from speculant.types import DraftTree
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()
-# The rule for one token at a time: that for many tokens has larger errors of rounding.
-vars(modeling_qwen3_5)["torch_chunk_gated_delta_rule"] = modeling_qwen3_5.torch_recurrent_gated_delta_rule
+
+
+def _delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    """Compute a gated delta rule token by token, in the type of `g`: transformers' own has float32 alone."""
+    query, key = (modeling_qwen3_5.l2norm(each.to(g.dtype)) for each in (query, key))
+    query, key = (each.repeat_interleave(value.shape[2] // each.shape[2], 2) for each in (query, key))
+    state, out = g.new_zeros(*key.shape[:1], *key.shape[2:], value.shape[-1]), list[Tensor]()
+    for t in range(query.shape[1]):
+        state = state * g[:, t, :, None, None].exp()
+        added = (value[:, t] - torch.einsum("bhkv,bhk->bhv", state, key[:, t])) * beta[:, t, :, None]
+        state = state + key[:, t, :, :, None] * added[:, :, None]
+        out.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]) / query.shape[-1] ** 0.5)
+    return torch.stack(out, 1).to(value.dtype), state
+
+
+def _norm(own: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    """Compute a norm in its input's type: transformers' own has float32 alone."""
+    eps = own.eps if gate is None else own.variance_epsilon
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return normed * (1 + own.weight) if gate is None else own.weight * normed * torch.nn.functional.silu(gate)
+
+
+# Random weights enlarge errors of rounding in states, and transformers' rule for many tokens has larger ones.
+vars(modeling_qwen3_5)["torch_chunk_gated_delta_rule"] = _delta_rule
+
+
+def _widen(oracle: PreTrainedModel | None) -> None:
+    """Let the norms of a model of float64 have this type."""
+    for module in () if oracle is None else oracle.modules():
+        if isinstance(module, modeling_qwen3_5.Qwen3_5RMSNorm | modeling_qwen3_5.Qwen3_5RMSNormGated):
+            module.forward = functools.partial(_norm, module)
+
 
 NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 SMALL: dict[str, Any] = {
@@ -335,8 +365,8 @@ def cases(*, with_encoders: bool = False) -> list[tuple[str, str]]:
 
 
 # Families unlike each other, for tests that need no more of them in `make test`: rotary positions and learned ones,
-# layers of different sizes, windows and experts.
-FEW = ("llama", "gemma4_text", "gpt_oss", "gpt2", "t5")
+# layers of different sizes, windows, experts and states.
+FEW = ("llama", "gemma4_text", "gpt_oss", "gpt2", "t5", "qwen3_5_text")
 
 
 def thinned_cases(
@@ -411,6 +441,7 @@ class Pair:
         """Return both in float64, so that differences are of the program and not of the numbers."""
         wide = {"dtype": torch.float64, "experts_implementation": "eager"}  # other ones have no float64
         oracle = self.oracle and type(self.oracle).from_pretrained(self.folder, **wide).eval()
+        _widen(oracle)
         ours = load_model(str(self.folder), dtype="float64").model
         return Pair(oracle, ours, self.folder)
 
