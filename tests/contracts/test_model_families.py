@@ -14,6 +14,7 @@ from speculant.types import DraftTree
 from tests.unit.models.families import (
     FEW,
     REPEATING,
+    STATES,
     MakePair,
     Pair,
     Session,
@@ -27,7 +28,6 @@ ROUNDED = {**CLOSE, "atol": 3e-4}  # random states enlarge errors of float32; fl
 EXACT = {"atol": 1e-10, "rtol": 0}
 PROMPT = random_tokens(24)
 BEGINNINGS = [random_tokens(10, seed) for seed in range(6)]
-STATES = ("qwen3_5_text", "lfm2")
 TREE = DraftTree(
     tokens=torch.tensor([3, 9, 4, 3, 17, 9, 5, 30]),
     parents=torch.tensor([-1, -1, 0, 0, 1, 3, 3, 6]),
