@@ -198,6 +198,11 @@ def renormalised(decoder: DecoderConfig) -> bool | None:
     return next((layer.mlp.renormalise for layer in decoder.layers if isinstance(layer.mlp, Experts)), None)
 
 
+def of_state(field: str) -> FromDescription:
+    """Return what reads a field of the layers' state; 1 = no layer has one."""
+    return lambda decoder: next((getattr(of, field) for of in decoder.states if of), 1)
+
+
 def gguf_tensors(config: DecoderConfig, family: GgufFamily, stored: Collection[str] | None = None) -> TensorMap:
     """Return where a file holds a model's tensors. Some files fuse tensors.
 

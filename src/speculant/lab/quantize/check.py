@@ -90,16 +90,23 @@ def _compare(own: Mapping[str, Any], read: Mapping[str, Any]) -> None:
         {(name,): {**own, name: value} for name, value in read.items()},  # which may be left to the family's defaults
         {(name, second): _without(_without(own, name), second) for name, second in combinations(stated, 2)},
     ]
-    for changed in attempts:
-        if named := _nearest(one, other, places, changed):
+    for changed, most in ((attempts[0], 0), (attempts[1], 0), *((each, None) for each in attempts)):
+        if named := _nearest(one, other, places, changed, most):
             raise _refusal({name: _value(own, name) for name in named})
     raise ModelError(f"a GGUF file would have another {min(places)[1:]}", _FIX)
 
 
 def _nearest(
-    own: DecoderConfig, read: DecoderConfig, places: set[str], changed: Mapping[tuple[str, ...], Mapping[str, Any]]
+    own: DecoderConfig,
+    read: DecoderConfig,
+    places: set[str],
+    changed: Mapping[tuple[str, ...], Mapping[str, Any]],
+    most: int | None,
 ) -> list[str]:
-    """Return the names of the configs nearest to the one that was read, among those that differ at these places."""
+    """Return the names of the configs nearest to the one that was read, among those that differ at these places.
+
+    most: in how many places they may differ from it; None = any number.
+    """
     found: dict[tuple[str, ...], tuple[int, int]] = {}
     for names, config in changed.items():
         try:
@@ -109,7 +116,7 @@ def _nearest(
         moved = set(differences(own, other))
         if any(each.startswith(place) or place.startswith(each) for each in moved - _LAYERS for place in places):
             found[names] = len(set(differences(other, read))), len(moved)
-    least = min(found.values(), default=None)
+    least = min((each for each in found.values() if most is None or each[0] <= most), default=None)
     return list(dict.fromkeys(name for names, distance in found.items() if distance == least for name in names))
 
 

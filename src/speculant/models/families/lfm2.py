@@ -21,7 +21,7 @@ from speculant.models.config import (
     whole_numbers,
 )
 from speculant.models.description import DecoderConfig, Layer, Mlp, State, Unsqueezed, map_modules
-from speculant.models.gguf import BLOCK, Count, GgufFamily
+from speculant.models.gguf import BLOCK, Count, GgufFamily, of_state
 from speculant.models.sizes import BEFORE_ATTENTION, BEFORE_MLP, LAYER, SELF, STATE
 
 CONV = "conv"
@@ -29,9 +29,7 @@ GGUF = GgufFamily("lfm2", norm_eps="norm_eps", keyless=CONV, tensors=map_modules
     f"{STATE}in_proj": "shortconv.in_proj", f"{STATE}conv1d": Unsqueezed("shortconv.conv"),
     f"{STATE}out_proj": "shortconv.out_proj",
 }, {"model.norm": "token_embd_norm"}), config={
-    "conv_L_cache": Count("shortconv.l_cache", of=lambda decoder: next(
-        (of.conv for of in decoder.states if of), None
-    )),
+    "conv_L_cache": Count("shortconv.l_cache", of=of_state("conv")),
     "block_auto_adjust_ff_dim": lambda _: False,
 })  # fmt: skip
 TENSORS = map_modules(LAYER, LAYER, {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from speculant.models.config import (
@@ -33,15 +33,10 @@ from speculant.models.description import (
     UntiledColumns,
     map_modules,
 )
-from speculant.models.gguf import BLOCK, Count, GgufFamily
+from speculant.models.gguf import BLOCK, Count, GgufFamily, of_state
 from speculant.models.sizes import BEFORE_MLP, LAYER, SELF, STATE
 
 _CONV, _INTERVAL = 4, 4
-
-
-def _of_state(field: str) -> Callable[[DecoderConfig], int | None]:
-    """Return what reads a size of the state; None = no layer has one."""
-    return lambda decoder: next((getattr(of, field) for of in decoder.states if of), None)
 
 
 def _gguf_tensors(decoder: DecoderConfig) -> TensorMap:
@@ -75,11 +70,11 @@ GGUF = GgufFamily("qwen35", behind="nextn_predict_layers", tensors=_gguf_tensors
         index for index, layer in enumerate(decoder.layers) if layer.attention
     )),
     "layer_types": lambda config: _layer_types({**config, "layer_types": None}),
-    "linear_conv_kernel_dim": Count("ssm.conv_kernel", of=_of_state("conv")),
-    "linear_num_key_heads": Count("ssm.group_count", of=_of_state("key_heads")),
-    "linear_num_value_heads": Count("ssm.time_step_rank", of=_of_state("heads")),
-    "linear_key_head_dim": Count("ssm.state_size", of=_of_state("key_dim")),
-    "linear_inner_size": Count("ssm.inner_size", of=_of_state("size")),
+    "linear_conv_kernel_dim": Count("ssm.conv_kernel", of=of_state("conv")),
+    "linear_num_key_heads": Count("ssm.group_count", of=of_state("key_heads")),
+    "linear_num_value_heads": Count("ssm.time_step_rank", of=of_state("heads")),
+    "linear_key_head_dim": Count("ssm.state_size", of=of_state("key_dim")),
+    "linear_inner_size": Count("ssm.inner_size", of=of_state("size")),
     "linear_value_head_dim": lambda config: config["linear_inner_size"] // config["linear_num_value_heads"],
 })  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from speculant.errors import ModelError
 from speculant.kernels import usable_sets
@@ -32,7 +32,7 @@ pytestmark = [
 ]
 FULL, SLIDES = "full_attention", "sliding_attention"
 SHARED = ["speculant.models.config"]
-NAME = re.compile(r"[a-z][a-z_0-9]+")
+NAME = re.compile(r"[a-z][A-Za-z_0-9]+")
 WRONG = "?"  # no entry may have this value, so a family that reads the entry says so
 ABSENT = object()
 Settings = dict[str, Any]
@@ -44,6 +44,7 @@ def layers_of(*kinds: str) -> Callable[[Settings], list[str]]:
 
 
 ALTERNATING = layers_of(SLIDES, FULL, SLIDES)
+HYBRID = [layers_of(*kinds) for other in ("conv", "linear_attention") for kinds in ((other, FULL), (FULL, other))]
 # Legal values of entries, beside an absent one. A value may be a function of the other entries.
 GROUPS: list[tuple[str, list[Any]]] = [
     ("vocab_size hidden_size n_embd d_model intermediate_size n_inner d_ff moe_intermediate_size", [64]),
@@ -52,15 +53,23 @@ GROUPS: list[tuple[str, list[Any]]] = [
     ("num_key_value_heads", [1, 4, None]),
     ("max_position_embeddings n_positions", [64]),
     ("head_dim d_kv", [12, 32]),
-    ("rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon", [1e-3]),
+    ("rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps", [1e-3]),
     ("tie_word_embeddings attention_bias mlp_bias use_bias scale_decoder_outputs norm_topk_prob", FLAG),
     ("use_parallel_residual scale_attn_weights is_gated_act use_sliding_window", FLAG),
+    ("tie_embedding conv_bias block_auto_adjust_ff_dim", FLAG),
+    ("block_ff_dim block_multiple_of", [96]),
+    ("block_ffn_dim_multiplier", [1.5]),
+    ("full_attention_interval", [1, 2, 3]),
+    ("full_attn_idxs", [[0], [1, 2]]),
+    ("linear_num_key_heads linear_num_value_heads", [1, 4, 6]),
+    ("linear_key_head_dim linear_value_head_dim", [4, 16]),
+    ("linear_conv_kernel_dim conv_L_cache", [2, 5]),
     ("hidden_act hidden_activation activation_function dense_act_fn", ["silu", "gelu", "gelu_pytorch_tanh", "relu"]),
     ("feed_forward_proj", ["relu", "gelu", "gated-gelu", "gated-silu"]),
     ("sliding_window", [None, 5]),
     ("max_window_layers", [0, 1, 2, 28]),
     ("sliding_window_pattern", [1, 2, 9]),
-    ("layer_types", [layers_of(SLIDES), layers_of(FULL), layers_of(FULL, SLIDES), ALTERNATING, None]),
+    ("layer_types", [layers_of(SLIDES), layers_of(FULL), layers_of(FULL, SLIDES), ALTERNATING, *HYBRID, None]),
     ("no_rope_layer_interval", [1, 2, 3]),
     ("no_rope_layers", [None, lambda config: [index % 2 for index in range(config["num_hidden_layers"])]]),
     ("rope_theta rotary_emb_base rope_local_base_freq", [300.0, 10000.0]),
@@ -269,6 +278,17 @@ def test_tensors_are_those_of_llama_cpp(tmp_path: Path, family: str, variant: st
         assert torch.equal(tensor.read(), expected[name]), name
 
 
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_5_text"])
+def test_vectors_of_bfloat16_change_in_float32(tmp_path: Path, family: str) -> None:
+    """Such as norms, to which 1 is added."""
+    write_own(tmp_path, family, {**SMALL, **next(iter(STORED[family].values()))})
+    tensors = {name: each.bfloat16() for name, each in load_file(tmp_path / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    written, decoder = gguf.read_folder(tmp_path).tensors, CheckpointFiles.open(tmp_path).decoder
+    for name, expected in converted({own: each.float() for own, each in tensors.items()}, family, decoder).items():
+        assert expected.ndim > 1 or torch.equal(written[name].read(), expected), name
+
+
 ROPE = {"rope_type", "llama_4_scaling_beta"}  # dynamic scaling, proportional with a share; of no other architecture
 GEMMA = {"query_pre_attn_scalar", "attn_logit_softcapping", "hidden_activation"}
 T5 = {"relative_attention_max_distance", "feed_forward_proj", "dense_act_fn"}
@@ -281,6 +301,8 @@ REFUSED: dict[str, set[str]] = {  # what GGUF has no key for
     "gemma2": {*GEMMA, "final_logit_softcapping", *ROPE},
     "gemma3_text": {*(GEMMA - {"attn_logit_softcapping"}), "rope_theta", *ROPE},
     "gpt2": {"activation_function", "scale_attn_weights"},
+    "qwen3_5_text": {"hidden_act", "layer_types", *ROPE},
+    "lfm2": {"conv_bias", *ROPE},
     "t5": T5,
     "umt5": {*T5, "model_type"},  # with one layer in the decoder, a file is one of T5
 }
