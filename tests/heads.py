@@ -17,6 +17,7 @@ from speculant.drafting import Drafter, DrafterContext, StatelessDrafter
 from speculant.models import CausalLM, SequenceInput, build_batch, encode_sources
 from speculant.types import CommittedRows, DraftTree, Request
 from tests.fakes import drafter_context
+from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
 
 LAYER = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -184,10 +185,14 @@ MTP_NAMES = {
 
 def write_mtp(
     folder: Path, hidden: int, vocab_size: int, form: str = "speculators", num_layers: int = 2, seed: int = 0,
-    modules: int = 1, **config: Any,
+    modules: int = 1, gated: bool = False, **config: Any,
 ) -> str:  # fmt: skip
-    """Write a head for multi-token prediction, in a form of its publishers; num_layers: the target's."""
+    """Write a head for multi-token prediction, in a form of its publishers; num_layers: the target's.
+
+    gated: its attention is that of Qwen3.5.
+    """
     sizes = {**LAYER, "model_type": "llama", "hidden_size": hidden, "vocab_size": vocab_size, **config}
+    sizes = {"num_hidden_layers": num_layers, **sizes}
     config = {"speculators_model_type": "mtp", "transformer_layer_config": sizes} if form == "speculators" else sizes
     stored, random = dict[str, Tensor](), Random(seed)
     for module in range(modules):
@@ -205,9 +210,39 @@ def write_mtp(
         }
         found[f"{inner}input_layernorm.weight"] = random.norm(hidden)
         found |= layer_tensors(random, inner, hidden, hidden, sizes)
+        if gated:
+            queries = found[f"{inner}self_attn.q_proj.weight"]
+            found[f"{inner}self_attn.q_proj.weight"] = random.matrix(2 * len(queries), hidden)
+            found |= {f"{inner}self_attn.{name}_norm.weight": random.norm(sizes["head_dim"]) for name in "qk"}
         own = {name: each - float(form == "qwen" and "norm" in name) for name, each in found.items()}
         stored = {**own, **stored}  # the first module's, where modules share tensors
     return write_head(folder, config, stored)
+
+
+QWEN35: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "mtp_num_hidden_layers": 1,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}  # fmt: skip
+
+
+def write_with_head(folder: Path, form: str = "qwen3_5", **shape: Any) -> str:
+    """Write a checkpoint with a head for multi-token prediction among its weights; shape: see `Shape`.
+
+    form: of its names, in a Llama's files; or the family Qwen3.5.
+    """
+    hybrid = form == "qwen3_5"
+    settings = QWEN35 if hybrid else {"num_nextn_predict_layers": 1}
+    own = {"family": "qwen3_5_text", "layers": 3} if hybrid else {"layers": 2}
+    target = write_checkpoint(folder / "target", Shape(**own, **shape, settings=tuple(settings.items())))
+    inner = {"intermediate_size": 2 * HIDDEN_SIZE, "gated": hybrid}
+    head = write_mtp(folder / "head", HIDDEN_SIZE, VOCAB_SIZE, "qwen" if hybrid else form, own["layers"], **inner)
+    stored = [load_file(f"{each}/model.safetensors") for each in (target, head)]
+    save_file({**stored[0], **stored[1]}, f"{target}/model.safetensors")
+    return target
 
 
 def write_pass(folder: Path, hidden: int, vocab_size: int, count: int = 3) -> str:

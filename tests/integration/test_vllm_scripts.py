@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 import speculant
 from speculant import LLM, SamplingParams
@@ -21,8 +20,8 @@ from speculant.errors import SpeculantError
 from tests.drafters import model_of, with_mask
 from tests.encoder_decoders import make_t5, write_t5
 from tests.gguf_models import convert
-from tests.heads import write_mtp
-from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
+from tests.heads import write_with_head
+from tests.models import Shape, write_checkpoint
 
 PAGE = (Path(__file__).parents[2] / "docs/vllm.md").read_text(encoding="utf-8")
 IMPORT = re.compile(r"^from vllm[\w.]* import ", re.MULTILINE)
@@ -456,24 +455,13 @@ def model(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def own_head(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return with_own_head(tmp_path_factory.mktemp("mtp"), "qwen")
+    return write_with_head(tmp_path_factory.mktemp("mtp"), "qwen")
 
 
-def with_own_head(folder: Path, form: str) -> str:
-    """Write a checkpoint with a head for multi-token prediction among its weights."""
-    settings = (("num_nextn_predict_layers", 1),)
-    target = write_checkpoint(folder / "target", Shape(layers=2, settings=settings))
-    size = {"intermediate_size": 2 * HIDDEN_SIZE}
-    head = write_mtp(folder / "head", HIDDEN_SIZE, VOCAB_SIZE, form, **size)
-    stored = [load_file(f"{each}/model.safetensors") for each in (target, head)]
-    save_file({**stored[0], **stored[1]}, f"{target}/model.safetensors")
-    return target
-
-
-@pytest.mark.parametrize("form", ["mimo", "qwen", "deepseek"])
+@pytest.mark.parametrize("form", ["mimo", "qwen", "deepseek", "qwen3_5"])
 def test_a_head_among_the_target_s_weights_is_found(form: str, tmp_path: Path) -> None:
     config = {"method": "mtp", "num_speculative_tokens": 1}
-    assert LLM(with_own_head(tmp_path, form), speculative_config=config).speculation.startswith("mtp, 1 tokens")
+    assert LLM(write_with_head(tmp_path, form), speculative_config=config).speculation.startswith("mtp, 1 tokens")
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ from .description import (
     restart_of as restart_of,
     stored_name as stored_name,
     stored_shape as stored_shape,
+    with_name as with_name,
 )
 from .gguf import (
     ARCHITECTURE as ARCHITECTURE,

@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
+from transformers import AutoConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding
 
 from speculant import LLM, plugins
 from speculant.cache import paged_cache
@@ -44,6 +46,7 @@ from tests.heads import (
     write_head,
     write_medusa as write_medusa_head,
     write_mtp,
+    write_with_head,
 )
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, make_request
 
@@ -567,6 +570,38 @@ def test_forms_of_multi_token_prediction(tmp_path: Path, checkpoints: Checkpoint
     assert tokens[0] == their_tokens[0]
     assert torch.equal(probs[0], their_probs[0])
     assert torch.equal(probs, their_probs) == (form != "deepseek")
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_qwen3_5_s_head_is_transformers_layer_with_gated_attention(tmp_path: Path, kernels: str) -> None:
+    """Rows before the drafted ones read the target's states after its final norm, the others the head's own."""
+    folder = write_with_head(tmp_path)
+    target = loaded(folder, kernels)
+    tensors = {
+        name.removeprefix("mtp."): each
+        for name, each in load_file(f"{folder}/model.safetensors").items()
+        if name.startswith("mtp.")
+    }
+    config = AutoConfig.from_pretrained(folder)
+    config._attn_implementation = "eager"
+    layer, rotary = Qwen3_5DecoderLayer(config, 1), Qwen3_5TextRotaryEmbedding(config)
+    layer.load_state_dict({name.removeprefix("layers.0."): each for name, each in tensors.items() if "layers" in name})
+    rows = list[Tensor]()
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return (1 + tensors[f"{name}.weight"]) * x * torch.rsqrt((x * x).mean() + config.rms_norm_eps)
+
+    def row(position: int, token: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        entering = norm("pre_fc_norm_embedding", target.embed(torch.tensor([token]))[0])
+        rows.append(tensors["fc.weight"] @ torch.cat((entering, norm("pre_fc_norm_hidden", state))))
+        x, mask = torch.stack(rows)[None], torch.full((len(rows), len(rows)), -torch.inf).triu(1)[None, None]
+        angles = rotary(x, torch.arange(len(rows))[None, None])
+        last = norm("norm", layer(x, position_embeddings=angles, attention_mask=mask)[0, -1])
+        return head_logits(target, last[None])[0], last
+
+    (states,) = fresh_states(target, TEXT[:-1], (target.num_layers + 1,))
+    with torch.inference_mode():
+        assert_row_by_row(build("mtp", folder, target), row, list(states))
 
 
 def test_a_target_s_own_folder_may_have_the_head(tmp_path: Path, checkpoints: Checkpoints) -> None:

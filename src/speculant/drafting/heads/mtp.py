@@ -14,8 +14,9 @@ prefix `model.`:
     layers.L+m.{enorm, hnorm, eh_proj, shared_head.norm, shared_head.head}             DeepSeek; the target has L layers
 
 The columns of the matrix for the embedding come first; in MiMo's files they come last. Qwen's norms add one to the
-stored scales. For each further token, DeepSeek's head reads its own state before the final norm, and the other heads
-read their state after it. The embedding is the target's. So is the output head, unless the file has `shared_head.head`.
+stored scales, and its layer is like the target's layers with attention, output gate included. For each further token,
+DeepSeek's head reads its own state before the final norm, and the other heads read their state after it. The embedding
+is the target's. So is the output head, unless the file has `shared_head.head`.
 
 Memory: the weights, and a KV cache for each module. Cost: a pass of the layer and of the output head for each drafted
 token; a chain or tree of one module is one native call.
@@ -37,7 +38,7 @@ from speculant.drafting.composite import Proposals
 from speculant.drafting.growth import Drafting, chain_input, draw_chains, fit_vocabulary
 from speculant.drafting.heads.folder import SPECULATORS, HeadFolder, Renamed, renamed, require_target
 from speculant.drafting.heads.hidden import HiddenDrafter, HiddenStateRunner
-from speculant.drafting.heads.page import HeadPage, last_state, load_head, make_head_drafter, newest
+from speculant.drafting.heads.page import HeadPage, last_state, load_head, make_head_drafter, newest, sizes_of_family
 from speculant.errors import ModelError
 from speculant.kernels import REFERENCE, Sampler
 from speculant.models import CausalLM, Chain, DecoderConfig, StateEntry, build_batch, count, read_plain, text_config
@@ -47,6 +48,9 @@ from speculant.types import CommittedRows, DraftTree, Request
 KIND = "mtp"
 METHOD = Method(default_length=3, uses_model=True, uses_head=True, in_target=True)
 MATRIX, LAYER, QWEN = "fc.weight", "layers.0.self_attn.o_proj.weight", "mtp."
+# Whether Qwen's head reads states after the final norm: the target's, and for each further token its own. Sources
+# disagree. vLLM gives it these; other implementations give it the states before the norm.
+QWEN_AFTER_NORM = True
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # keys of config.json
 PARTS = {
     "token_layernorm": "token_norm", "pre_fc_norm_embedding": "token_norm", "enorm": "token_norm",
@@ -71,7 +75,7 @@ def build(context: DrafterContext) -> HiddenDrafter:
     options = read_options(context, MtpOptions)
     target = require_target(context.target.model)
     folder = HeadFolder.open(str(context.model), KIND, among=True)
-    layers, number = last_state(folder, target), count_modules(folder, target.num_layers)
+    layers, number = read_layers(folder, target), count_modules(folder, target.num_layers)
     if number == 1 or options.tree is not None:
         return make_head_drafter(context, load(folder, target), layers, newest, options.tree)
     modules = [
@@ -79,6 +83,12 @@ def build(context: DrafterContext) -> HiddenDrafter:
         for module in range(number)
     ]
     return ChainedDrafter(modules, layers, context.target.vocab_size, context.target.sampler)
+
+
+def read_layers(folder: HeadFolder, target: CausalLM) -> tuple[int, ...]:
+    """Return the layer whose states the head reads: those before or after the target's final norm."""
+    before = f"{QWEN}{MATRIX}" in folder.names() and not QWEN_AFTER_NORM
+    return (target.num_layers,) if before else last_state(folder, target)
 
 
 def count_modules(folder: HeadFolder, num_layers: int) -> int:
@@ -101,15 +111,11 @@ def load(folder: HeadFolder, target: CausalLM, module: int = 0) -> CausalLM:
     if _state_first(folder, weights):
         halves = read_plain(weights, MATRIX).chunk(2, dim=1)
         weights = replace(weights, made={MATRIX: torch.cat(halves[::-1], dim=1)})
+    if weights.stored[MATRIX].startswith(QWEN):
+        return load_head(OF_QWEN, folder, target, weights=weights)[0]
     in_target = any(name.startswith(behind) for name in weights.stored.values())
-    page = HeadPage(
-        KIND, StateEntry.NORMED, str, describe=_described, flags=lambda weights: {"norm_output": not in_target}
-    )
+    page = HeadPage(KIND, StateEntry.NORMED, str, flags=lambda weights: {"norm_output": not in_target})
     return load_head(page, folder, target, weights=weights)[0]
-
-
-def _described(sizes: DecoderConfig, weights: Renamed, target: CausalLM) -> DecoderConfig:
-    return _with_offset(sizes) if weights.stored[MATRIX].startswith(QWEN) else sizes
 
 
 def _with_offset(sizes: DecoderConfig) -> DecoderConfig:
@@ -120,6 +126,16 @@ def _with_offset(sizes: DecoderConfig) -> DecoderConfig:
         for layer in sizes.layers
     ]
     return replace(sizes, norm=norm, layers=tuple(layers))
+
+
+OF_QWEN = HeadPage(
+    KIND,
+    StateEntry.NORMED,
+    str,
+    describe=lambda sizes, weights, target: _with_offset(sizes),
+    flags=lambda weights: {"norm_output": QWEN_AFTER_NORM},
+    sizes=sizes_of_family,
+)
 
 
 def _state_first(folder: HeadFolder, weights: Renamed) -> bool:

@@ -22,7 +22,9 @@ from speculant.models import (
     Head,
     HeadConfig,
     Layer,
+    Mapped,
     StateEntry,
+    TensorMap,
     attach,
     flag,
     head_shapes,
@@ -30,12 +32,17 @@ from speculant.models import (
     linears_of,
     read_attention,
     read_decoder,
+    read_description,
     read_mlp,
     read_norm,
     read_windows,
     show,
+    stored_name,
+    stored_shape,
+    text_config,
     usual_taps,
     windowed,
+    with_name,
 )
 
 LAYER_KEYS = ("transformer_layer_config", "model")  # of config.json, whose value has the layers' sizes
@@ -55,15 +62,19 @@ def newest(hidden: Sequence[Tensor]) -> Tensor:
     return hidden[0]
 
 
+Sizes = Callable[[Mapping[str, Any], Collection[str], CausalLM], DecoderConfig]  # of config.json, names and a target
+
+
 @dataclass(frozen=True, eq=False)
 class HeadPage:
     """A kind of head.
 
     kind: the method. entry: how a state enters the layers. rename: from a file's name of a tensor to the model's; None
-    = it is not the model's. layers: the target's layers whose states it reads. describe: completes the description of
-    its layers, and raises SpeculantError for a head of another target. flags: fields of `HeadConfig`. norms: names and
-    shapes of the norms beside the matrix that maps several layers' states to one, for states of a width; None = it
-    reads one layer and has no such matrix. norm_after: they come after the matrix.
+    = it is not the model's. layers: the target's layers whose states it reads. sizes: reads the description of its
+    layers from config.json. describe: completes it, and raises SpeculantError for a head of another target. flags:
+    fields of `HeadConfig`. norms: names and shapes of the norms beside the matrix that maps several layers' states to
+    one, for states of a width; None = it reads one layer and has no such matrix. norm_after: they come after the
+    matrix.
     """
 
     kind: str
@@ -74,6 +85,7 @@ class HeadPage:
     flags: Callable[[Renamed], Mapping[str, bool]] = lambda weights: {}
     norms: Callable[[HeadFolder, CausalLM, int], dict[str, tuple[int, ...]]] | None = None
     norm_after: bool = False
+    sizes: Sizes | None = None  # None = `read_sizes`
 
 
 def load_head(
@@ -91,7 +103,7 @@ def load_head(
     """
     weights = weights or renamed(folder, page.rename)
     names = weights.names()
-    sizes = page.describe(read_sizes(folder.config, names, target), weights, target)
+    sizes = page.describe((page.sizes or read_sizes)(folder.config, names, target), weights, target)
     config = HeadConfig(
         sizes if head is None else replace(sizes, head=head),
         page.entry,
@@ -105,9 +117,10 @@ def load_head(
         check_shared(folder, config, target)
         norms = page.norms(folder, target, sizes.hidden_size)
         others |= {ENCODER: (sizes.hidden_size, len(page.layers(folder, target)) * target.hidden_size), **norms}
-    weights.check({**head_shapes(config, target), **others}, page.kind)
-    own = replace(weights, stored={name: stored for name, stored in weights.stored.items() if name not in others})
-    model = attach(target, config, own)
+    shapes, made = head_shapes(config, target), sizes.tensors.expression
+    stored = {stored_name(made(name)): stored_shape(made(name), shape) for name, shape in shapes.items()}
+    weights.check({**stored, **others}, page.kind)
+    model = attach(target, config, Mapped(weights, shapes, sizes.tensors))
     return model, encode if page.norms is None else encoder(page, weights, target, [*norms], sizes.norm.eps)
 
 
@@ -141,6 +154,24 @@ def read_sizes(config: Mapping[str, Any], names: Collection[str], target: Causal
     layer = Layer(attention, read_mlp(filled, bias="layers.0.mlp.up_proj.bias" in names), norm, norm)
     most = read_decoder(filled, [layer]).max_positions
     return read_decoder(filled, windowed(layer, _windows(windows, most, target.max_positions)))
+
+
+def sizes_of_family(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> DecoderConfig:
+    """Describe a layer like the last one with attention of the model that config.json describes, whose family reads it.
+
+    Its tensors are made of stored ones as those of the model's layers are.
+    """
+    decoder = read_description({**text_config(config), "vocab_size": target.vocab_size})
+    layer = next((each for each in reversed(decoder.layers) if each.attention), None)
+    if layer is None:
+        raise ModelError("config.json describes no layer with attention, as the head's must be like", "correct it.")
+    windows = _windows([layer.window], decoder.max_positions, target.max_positions)
+    tensors = [(_in_head(name), with_name(made, _in_head)) for name, made in decoder.tensors.names]
+    return replace(decoder, layers=tuple(windowed(layer, windows)), tensors=TensorMap(tuple(tensors)))
+
+
+def _in_head(name: str) -> str:
+    return name.removeprefix("model.")
 
 
 def layer_entries(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> dict[str, Any]:
