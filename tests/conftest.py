@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import logging
 import mmap
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,11 +25,12 @@ os.environ.setdefault("SPECULANT_REAL_MODELS", str(cache_folder("models")))  # t
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / "speculant-tests")  # measured costs are kept there
 files.STEADY = float("inf")  # although the tests keep the machine busy
 gc.disable()  # until all tests are collected: they live to the end
-STATM, MOST_GARBAGE = Path("/proc/self/statm"), 2**27
+TESTS = Path(__file__).parent
+STATM, MOST_GARBAGE = Path("/proc/self/statm"), 2**28
 _after_collection = [0]  # the memory of this process
 SLOW_TIMEOUT_S = 3600  # the limit of every other test stands in pyproject.toml
 settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("quick", settings.get_profile("full"), max_examples=8)
+settings.register_profile("quick", settings.get_profile("full"), max_examples=6)
 settings.load_profile("quick")  # `make test-all` asks for the other
 
 
@@ -34,6 +38,15 @@ settings.load_profile("quick")  # `make test-all` asks for the other
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Keep a covering selection of a test's combinations of parameters."""
     leave_combinations_out(metafunc)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Import all tests from the last to the first in every second process: each reads what the others have compiled."""
+    if session.config.args == ["tests"] and int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2:
+        for path in sorted(TESTS.rglob("test_*.py"), reverse=True):
+            with suppress(pytest.skip.Exception):
+                import_module(".".join(path.relative_to(TESTS.parent).with_suffix("").parts))
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
@@ -55,7 +68,9 @@ def pytest_collection_finish() -> None:
     gc.unfreeze()  # of an earlier run in this process
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # a test makes much that a count of references frees
     gc.enable()
+    _let_messages_rise()
 
 
 @pytest.hookimpl(trylast=True)
@@ -63,7 +78,15 @@ def pytest_runtest_teardown() -> None:
     """Collect garbage where a process has grown: an engine is much memory in few objects, which start no collection."""
     if (held := _resident_bytes()) > _after_collection[0] + MOST_GARBAGE:
         gc.collect()
+        gc.freeze()  # modules and what fixtures share: the next collection need not look at them
         _after_collection[0] = min(held, _resident_bytes())
+
+
+def _let_messages_rise() -> None:
+    """Let loggers of torch and ray pass messages on: pytest adds handlers to each that does not, in every test."""
+    for name, each in logging.root.manager.loggerDict.items():
+        if name.startswith(("torch.", "ray.")) and isinstance(each, logging.Logger):
+            each.propagate = True
 
 
 def _resident_bytes() -> int:
@@ -87,6 +110,7 @@ def same_engines_each_time() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "secrets", SimpleNamespace(randbits=lambda bits: 0))
         patch.setattr(measuring, "BUDGET_S", 0.005)  # for each curve: no test depends on the costs of a step
+        patch.setattr("speculant.engine.precision.TEXT_SECONDS", 0.0)  # nor on a head's acceptance in each type
         yield
 
 

@@ -60,13 +60,14 @@ def options() -> Iterator[str]:
     """Yield the table of the server's flags."""
     hints = get_type_hints(ServerFlags, include_extras=True)
     defaults = {field.name: field.default for field in dataclasses.fields(ServerFlags.sets)}
-    yield from ("| Option | Default | |", "|---|---|---|")
+    yield from ("| Option, default | |", "|---|---|")
     for name in ServerFlags.names():
         flag = f"`--{ServerFlags.renamed.get(name, name).replace('_', '-')}`"
         text = get_args(hints[name])[1].replace("; can be repeated", "").rstrip(".")
         own = re.search(r" \[default: (.*?)\]", text)
         default = own[1] if own else _shown(name, defaults[name])
-        yield f"| {flag} | {default} | {text.replace(own[0], '') if own else text} |".replace("  ", " ")
+        shown = f"{flag}: {default}" if default else flag
+        yield f"| {shown} | {text.replace(own[0], '') if own else text} |".replace("  ", " ")
 
 
 def _grouped(values: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:

@@ -1,7 +1,8 @@
 """Tries a wheel as a user has it: installs it in an empty environment without a compiler, and runs the demo there.
 
-`make wheel` calls it: python tools/try_wheel.py dist/speculant-*.whl. The environment is a temporary folder outside the
-checkout, and PATH has nothing but its programs.
+`make wheel` calls it: python tools/try_wheel.py dist/speculant-*.whl. With --sets own it builds the wheel first, with
+the kernels for this processor alone. The environment is a temporary folder outside the checkout, and PATH has nothing
+but its programs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 import venv
@@ -18,6 +20,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 COMPILERS = ("cc", "gcc", "c++", "g++", "clang", "clang++", "cmake", "ninja", "make")
 SHOW = "import speculant, speculant.kernels as kernels; print(speculant.__file__, *kernels.usable_sets())"
+
+
+def build_wheel(sets: str, folder: Path) -> Path:
+    """Build a wheel with the kernels for some sets of instructions, as CMakeLists.txt names them, in a folder."""
+    settings = [f"--config-settings=build-dir={folder / 'build'}", f"--config-settings=cmake.define.SETS={sets}"]
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", *settings]
+    subprocess.run([*command, "-w", str(folder), str(ROOT)], check=True)
+    return next(folder.glob("*.whl"))
 
 
 def try_wheel(wheel: Path, folder: Path) -> None:
@@ -55,6 +65,10 @@ def try_wheel(wheel: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("wheel", type=Path)
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("wheel", type=Path, nargs="?")
+    given.add_argument("--sets", help="build the wheel with these sets of instructions: own or all")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="speculant-wheel-") as name:
-        try_wheel(parser.parse_args().wheel, Path(name))
+        folder = Path(name)
+        try_wheel(arguments.wheel or build_wheel(arguments.sets, folder), folder)

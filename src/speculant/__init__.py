@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import lazy_loader  # type: ignore[import-untyped]
@@ -79,6 +80,10 @@ _ABSENT = {  # classes of vLLM that scripts import, and what takes their place
 
 
 def __getattr__(name: str) -> object:
-    if name in _ABSENT:
-        raise ImportError(f"speculant has no {name}: {_ABSENT[name]} (docs/vllm.md)", name=__name__)
-    return _attached(name)
+    if name not in _ABSENT:
+        return _attached(name)
+    says = f"speculant has no {name}: {_ABSENT[name]} (docs/vllm.md)"
+    # `from speculant import name` looks the name up first, and would replace the message of an AttributeError.
+    if sys._getframe(1).f_code.co_name == "_handle_fromlist":
+        raise ImportError(says, name=__name__)
+    raise AttributeError(says, name=name, obj=sys.modules[__name__])

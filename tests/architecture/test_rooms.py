@@ -14,9 +14,9 @@ INNER_IMPORTS = 138  # of names that two files of a room have, of names that are
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1196, 5),
-    "cli": (3220, 12),
-    "drafting": (7337, 44),
-    "engine": (5186, 18),
+    "cli": (3236, 12),
+    "drafting": (7333, 44),
+    "engine": (5185, 18),
     "kernels": (1615, 7),
     "lab.bench": (4230, 13),
     "lab.cli": (2912, 14),
@@ -27,12 +27,12 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lab.theory": (569, 4),
     "lab.training": (3967, 12),
     "lengths": (1936, 8),
-    "models": (13159, 68),
+    "models": (13176, 68),
     "sampling": (419, 3),
     "scale": (1924, 8),
     "scheduling": (1088, 4),
     "serving": (8182, 29),
-    "structured": (1778, 9),
+    "structured": (1884, 10),
     "text": (2597, 11),
     "verification": (610, 10),
 }

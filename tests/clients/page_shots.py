@@ -127,6 +127,9 @@ def _by_keys(visits: Visits, page: Any) -> None:
 
 def _chat_and_fail(visits: Visits, page: Any) -> None:
     page.check("#chat")
+    page.click("summary >> nth=0")
+    page.fill("#tokens", "64")  # the demo goes on to the end of its context
+    page.click("summary >> nth=0")
     for question in ("def area(radius):", "def length(radius):"):
         page.fill("#prompt", question)
         page.click("#run")

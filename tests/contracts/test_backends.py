@@ -322,6 +322,20 @@ def test_native_kernels_that_are_not_built_say_so(monkeypatch: pytest.MonkeyPatc
     assert says == "reference (not the native ones: they were not built)"
 
 
+@pytest.mark.parametrize(("kernels", "warnings"), [("auto", 1), ("reference", 0)])
+def test_the_first_model_without_native_kernels_warns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kernels: str, warnings: int
+) -> None:
+    monkeypatch.setattr("speculant.models.backends.native.open_kernels", lambda: None)
+    warn = sys.modules["speculant.models.backends.native"]._warn
+    warn.cache_clear()
+    for _ in range(2):
+        load_model("demo", kernels=kernels)
+    said = [record.getMessage() for record in caplog.records if "native kernels" in record.getMessage()]
+    assert len(said) == warnings
+    assert all("Install a C++ compiler" in each and "speculant doctor" in each for each in said)
+
+
 @pytest.mark.parametrize(
     ("wanted", "quantization", "problem", "fix"),
     [

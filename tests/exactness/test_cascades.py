@@ -15,6 +15,7 @@ from speculant.drafting import (
     Drafter,
     DrafterContext,
     DrafterNeeds,
+    DrafterReads,
     DraftModelRunner,
     ModelDrafter,
     StaticTree,
@@ -242,7 +243,7 @@ def test_cascade_leaves_no_guess_in_the_cache() -> None:
 
 
 def test_cascade_announces_its_inner_drafter_s_needs() -> None:
-    inner = ScriptedDrafter(lambda request: [], DrafterNeeds(hidden_layers=(1,)))
-    needs = cascade_of(MODELS[0], inner).needs
-    assert needs.hidden_layers == (1,)
+    own = DrafterNeeds(hidden_layers=(1,), reads=DrafterReads(3, target_cache=True, encoder=True, prediction=True))
+    needs = cascade_of(MODELS[0], ScriptedDrafter(lambda request: [], own)).needs
+    assert (needs.hidden_layers, needs.reads) == (own.hidden_layers, own.reads)
     assert (needs.emits_probs, needs.emits_tree, needs.own_cache) == (True, False, True)

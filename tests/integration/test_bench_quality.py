@@ -56,7 +56,7 @@ def test_more_bits_are_nearer(tmp_path: Path) -> None:
     """The embedded target's own texts are code."""
     code = tmp_path / "code.py"
     code.write_text(Path(subprocess.__file__).read_text(encoding="utf-8")[:8000], encoding="utf-8")
-    small = ("demo", "--text", str(code), "--context", "128", "--tokens", "512")
+    small = ("demo", "--text", str(code), "--context", "64", "--tokens", "320")
     found = {kind: _json(*small, "--quantization-b", kind) for kind in ("int8", "int4")}
     itself, rounded_keys = _json(*small), _json(*small, "--kv-cache-dtype-b", "int8")
     assert itself["kl"]["max"] == 0

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -38,6 +42,64 @@ def test_a_build_has_the_best_set_in_full(tmp_path: Path) -> None:
     assert {name: full[name].split(" -o ")[0] for name in own if name != "dispatch"} == {
         name: own[name].split(" -o ")[0] for name in own if name != "dispatch"
     }
+
+
+@pytest.mark.skipif(not (shutil.which("cmake") and shutil.which("ninja")), reason="no build tools")
+@pytest.mark.parametrize(
+    ("options", "variables", "builds", "says"),
+    [
+        (["-DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF"], {"PATH": ""}, True, "there is no C++ compiler"),
+        ([], {"CXX": "false"}, False, "false"),
+    ],
+)
+def test_no_compiler_builds_nothing_and_a_broken_one_fails(
+    tmp_path: Path, options: list[str], variables: dict[str, str], builds: bool, says: str
+) -> None:
+    ninja = f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}"
+    command = [shutil.which("cmake"), "-S", ROOT, "-B", tmp_path, "-G", "Ninja", ninja, *options]
+    known = {**{name: value for name, value in os.environ.items() if name != "CXX"}, **variables}
+    done = subprocess.run(list(map(str, command)), check=False, env=known, capture_output=True, text=True)
+    assert (done.returncode == 0, says in done.stderr) == (builds, True), done.stderr
+    assert not builds or "libspeculant" not in (tmp_path / "build.ninja").read_text(encoding="utf-8")
+
+
+def with_pip(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Build a wheel in a folder with a broken compiler."""
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), *options]
+    build = f"--config-settings=build-dir={folder / 'build'}"
+    variables = {**os.environ, "CXX": "false"}
+    return subprocess.run([*command, build, str(ROOT)], check=False, env=variables, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_pip_says_how_to_install_without_the_kernels(tmp_path: Path) -> None:
+    failed = with_pip(tmp_path)
+    (option,) = set(re.findall(r"--config-settings=\S+", failed.stdout + failed.stderr))
+    assert failed.returncode != 0
+    assert with_pip(tmp_path, option).returncode == 0
+    (wheel,) = tmp_path.glob("*.whl")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+
+
+@pytest.mark.slow
+def test_the_source_package_has_what_a_build_needs(tmp_path: Path) -> None:
+    """It has nothing that git ignores."""
+    build = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    (package,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(package) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"CMakeLists.txt", "csrc/dispatch.cpp", "src/speculant/py.typed"} < names
+    assert not {name.partition("/")[0] for name in names} & {".venv", "build", "dist"}
+
+
+@pytest.mark.slow
+def test_a_wheel_runs_the_demo_without_a_compiler() -> None:
+    """It is installed in an empty environment outside the checkout, whose PATH has no compiler."""
+    command = [sys.executable, str(ROOT / "tools" / "try_wheel.py"), "--sets", "own"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert f"MB, sets {usable_sets()[0]}\n" in said
+    assert "the demo ran in" in said
 
 
 def test_the_release_s_workflow_builds_what_make_builds() -> None:

@@ -25,7 +25,7 @@ def generate(kernels: str, config: dict[str, Any] | None, params: SamplingParams
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seeded"])
 def test_text_is_that_of_plain_decoding(method: str, kernels: str, sampling: dict[str, Any]) -> None:
-    params = SamplingParams(max_tokens=32, ignore_eos=True, **sampling)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, **sampling)
     config = {"method": method, "model": "demo", "tree": "dynamic", "draft_length": "fixed"}
     (texts, figures), (plain, _) = (generate(kernels, each, params) for each in (config, None))
     assert texts == plain

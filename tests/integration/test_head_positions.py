@@ -20,7 +20,7 @@ REFERENCE_SLOW = [pytest.param("reference", marks=pytest.mark.slow), *(["native"
 KINDS = ["eagle", "eagle3"]
 POSITIONS = 32
 PROMPT = "def read(path):\n    with open(path) as file:\n"
-LONG = SamplingParams(temperature=0, max_tokens=180, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
 PROMPTS = [PROMPT * 6 + tail for tail in ("    return file", "    data = file", "    for line in file:")]
 PARAMS = [
     SamplingParams(temperature=0 if index != 1 else 0.8, seed=index, max_tokens=60, ignore_eos=True)

@@ -16,6 +16,7 @@ import pytest
 from speculant import LLM, AsyncEngine, SamplingParams, cache
 from speculant.engine import BeamSearchParams, PlainPrompt
 from tests.async_engines import MakeEngine, core, engine_of, until_idle
+from tests.examples import examples
 from tests.models import EXACT_DTYPE, Checkpoints
 
 __all__ = ["engine_of"]
@@ -28,6 +29,7 @@ PROMPTS = ["def read(path, mode):", "def read(path, mode):\n    import os", "cla
 SETTINGS: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_model_len": 96, "chat_template": TEMPLATE}
 PAUSE = 2e-5  # seconds at each line of a cache, so that another thread runs there
 LONGEST_WAIT = 120.0
+ROUNDS = examples(3, least=1)
 
 SHARED: dict[str, Callable[[Any], object]] = {
     "check_chats": lambda user: user.check_chats(),
@@ -134,7 +136,7 @@ def test_no_call_disturbs_a_generation_of_another_thread(checkpoints: Checkpoint
 
     expected = run()
     with slow_caches():
-        assert disturbed(llm, calls, run, 3) == 3 * expected
+        assert disturbed(llm, calls, run, ROUNDS) == ROUNDS * expected
     llm.engine.check()
     assert llm.reset_prefix_cache()
     assert not llm.engine.has_unfinished()
@@ -155,8 +157,8 @@ def test_no_call_disturbs_an_async_engine(engine_of: MakeEngine) -> None:
             return await asyncio.gather(*map(each, range(len(PROMPTS))))
 
         expected = asyncio.run(all_texts())
-        texts = disturbed(engine, calls_of(AsyncEngine, OF_ASYNC), lambda: asyncio.run(all_texts()), 3)
-        assert texts == 3 * expected
+        texts = disturbed(engine, calls_of(AsyncEngine, OF_ASYNC), lambda: asyncio.run(all_texts()), ROUNDS)
+        assert texts == ROUNDS * expected
 
     async def end() -> None:
         await until_idle(engine)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +66,28 @@ def written(source: Path, out: Path, type_: str, **arguments: Any) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def demo_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return what writes DEMO as a file of a type, once."""
+    return cache(lambda type_: written(DEMO, tmp_path_factory.mktemp(type_) / "demo.gguf", type_))
+
+
 def texts(model: Path, **arguments: Any) -> list[list[int]]:
     llm = LLM(str(model), **{"kernels": "native", "weight_cache": None, **arguments})
     return [out.outputs[0].token_ids for out in llm.generate(TEXTS, PARAMS)]
 
 
 @pytest.mark.parametrize("type_", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
-def test_a_file_gives_the_text_of_rounding_at_load(tmp_path: Path, type_: str) -> None:
-    file = written(DEMO, tmp_path / "demo.gguf", type_)
+def test_a_file_gives_the_text_of_rounding_at_load(demo_in: Callable[[str], Path], type_: str) -> None:
+    file = demo_in(type_)
     plain = texts(file)
     assert plain == texts(DEMO, quantization=type_)
     assert texts(file, draft_model="demo", draft_quantization=type_, spec_length=3) == plain
 
 
 @pytest.mark.parametrize("type_", TYPES)
-def test_a_file_holds_the_model(tmp_path: Path, type_: str) -> None:
-    file = written(DEMO, tmp_path / "demo.gguf", type_)
+def test_a_file_holds_the_model(demo_in: Callable[[str], Path], type_: str) -> None:
+    file = demo_in(type_)
     before, after = CheckpointFiles.open(DEMO), CheckpointFiles.open(file)
     assert after.decoder.layers[0].attention.heads == before.decoder.layers[0].attention.heads
     assert tensor_shapes(after.decoder) == tensor_shapes(before.decoder)
@@ -90,8 +98,8 @@ def test_a_file_holds_the_model(tmp_path: Path, type_: str) -> None:
     assert all(own.encode(text) == other.encode(text) for text in (*TEXTS, "naïve 123\n\n\tx<|endoftext|>"))
 
 
-def test_readers_of_ggml_find_the_same_numbers(tmp_path: Path) -> None:
-    file = written(DEMO, tmp_path / "demo.gguf", "int4")
+def test_readers_of_ggml_find_the_same_numbers(demo_in: Callable[[str], Path]) -> None:
+    file = demo_in("int4")
     reader, ours = gguf.GGUFReader(file), CheckpointFiles.open(file).tensors
     assert {tensor.tensor_type.name for tensor in reader.tensors} == {"F32", "Q4_K", "Q5_K", "Q5_1", "Q6_K"}
     for tensor in reader.tensors:

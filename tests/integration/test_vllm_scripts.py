@@ -371,6 +371,16 @@ def test_a_script_says_why_it_does_not_run(name: str) -> None:
         run(script)
 
 
+@pytest.mark.parametrize("name", ["EngineArgs", "AsyncLLMEngine"])
+def test_an_absent_class_can_be_asked_for(name: str) -> None:
+    """hasattr is False; an import says what takes the place of the class, and so does a look at the attribute."""
+    assert not hasattr(speculant, name)
+    with pytest.raises(AttributeError, match=f"speculant has no {name}: .*docs/vllm.md"):
+        getattr(speculant, name)
+    with pytest.raises(ImportError, match=f"speculant has no {name}: .*docs/vllm.md"):
+        exec(f"from speculant import {name}")
+
+
 # vLLM's documented speculative configurations; HEAD(kind) is a head, MASKS a draft model that reads masks.
 CONFIGURATIONS: Mapping[str, tuple[dict[str, Any], str]] = {
     "ngram": ({"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}, ""),

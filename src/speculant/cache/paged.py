@@ -307,8 +307,8 @@ class BlockPool:
         assert self.num_free == len(self._free) + len(self._kept), "the free blocks are miscounted"
         everywhere = sorted(block for part in (self._free, self._kept, counts) for block in part)
         assert everywhere == list(range(self.num_blocks)), "a block is lost or doubled"
-        assert all(block in self._indexed for block in self._kept), "a kept block is not indexed"
-        assert not any(block in self._indexed for block in self._free), "a free block is indexed"
+        assert self._kept.keys() <= self._indexed.keys(), "a kept block is not indexed"
+        assert self._indexed.keys().isdisjoint(self._free), "a free block is indexed"
         self.index.check()
 
 

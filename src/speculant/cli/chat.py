@@ -23,7 +23,7 @@ from typing_extensions import override
 from speculant.cli.demo import ACCEPTED
 from speculant.cli.flags import ChatTemplate, EngineFlags, Model, SamplingFlags, accepts_flags
 from speculant.cli.generate import fetch, figures, given_template, load, speed
-from speculant.cli.terminal import VerbatimConsole, examples, messages, progress, results, show_error
+from speculant.cli.terminal import VerbatimConsole, examples, messages, notice, progress, results, show_error
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError, RequestError, ServerError, SpeculantError, suggest
 
@@ -437,7 +437,8 @@ class Conversation:
 
     def run(self) -> None:
         """Answer until the input ends. An interactive session shows a SpeculantError; otherwise it is raised."""
-        _notify(self.backend.introduction + ("; /help lists the commands" if self.interactive else ""))
+        marks = "; accepted draft tokens are green" if self.backend.can_switch and _is_coloured(results()) else ""
+        notice(self.backend.introduction + (f"{marks}; /help lists the commands" if self.interactive else ""))
         for line in _lines(self.interactive):
             try:
                 if line == "/exit":
@@ -457,14 +458,14 @@ class Conversation:
         match command:
             case "/reset":
                 self.turns.clear()
-                _notify("the conversation is empty")
+                notice("the conversation is empty")
             case "/system":
                 self.system = value.strip() or None
-                _notify("the system message is set" if self.system else "there is no system message")
+                notice("the system message is set" if self.system else "there is no system message")
             case "/speculation":
                 self._switch(value.strip())
             case "/help":
-                _notify("\n".join(f"{name:14}{meaning}" for name, meaning in COMMANDS.items()))
+                notice("\n".join(f"{name:14}{meaning}" for name, meaning in COMMANDS.items()))
             case _:
                 raise RequestError(f"there is no command {command}", suggest(command, COMMANDS))
 
@@ -474,7 +475,7 @@ class Conversation:
         if not self.backend.can_switch:
             raise RequestError("speculation can't be switched here", "give a draft model, or a server that has one.")
         self.speculating = value == "on"
-        _notify(f"speculation is {value}")
+        notice(f"speculation is {value}")
 
     def _answer(self, line: str) -> None:
         """Show the answer to a message. Both become part of the conversation, unless the answer is empty."""
@@ -499,7 +500,7 @@ class Conversation:
                 console.write("\n")
         if text := "".join(said):
             self.turns += [message, {"role": "assistant", "content": text}]
-        _notify(summary)
+        notice(summary)
 
     def _summary(self, of: Summary) -> str:
         """Return the figures of an answer, the limit that cut it, and what helps."""
@@ -513,14 +514,14 @@ class Conversation:
         return "; ".join(filter(None, helps)) + "." if any(helps) else otherwise
 
 
-def _notify(text: str) -> None:
-    messages().print(text, style="dim")
+def _is_coloured(console: VerbatimConsole) -> bool:
+    return console.is_terminal and not console.no_color
 
 
 def _show(console: VerbatimConsole, piece: AnswerPiece) -> None:
     """Print a piece at once, in colour on a terminal that has colours."""
     style = "dim" if piece.reasoning else ACCEPTED if piece.drafted else ""
-    if style and console.is_terminal and not console.no_color:
+    if style and _is_coloured(console):
         console.print(piece.text, style=style, end="")
     else:
         console.write(piece.text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from speculant.cli.flags import ChatTemplate, EngineFlags, Model, Profile, SamplingFlags, accepts_flags, profiling
-from speculant.cli.terminal import examples, messages, print_json, progress, results
+from speculant.cli.terminal import examples, messages, notice, print_json, progress, results
 from speculant.config import EngineConfig
 from speculant.engine import check_trace_path
 from speculant.errors import RequestError
@@ -68,6 +69,7 @@ def generate(
         raise RequestError("--decoder-prompt has no meaning with --chat", "leave out one of them.")
     if prompt_file is not None and target is None and "model" not in engine.given:
         prompt, target = None, prompt  # the only argument is the model
+    _check_order(prompt, target)
     engine.name_model(target)
     text, values, template = read_prompt(prompt, prompt_file), engine.values(), given_template(chat_template)
     sampling.params()  # checks ranges before anything is loaded
@@ -85,9 +87,16 @@ def generate(
     with profiling(llm.engine, profile):
         output = show(llm, asked, params)
     if not as_json:
-        messages().print(figures(llm, output), style="dim")
+        notice(figures(llm, output))
         if all(each.finish_reason == "stop" and not each.text.strip() for each in output.outputs):
             messages().print(_ended_at_once(llm, chat, output.outputs[0].stop_reason))
+
+
+def _check_order(prompt: str | None, target: str | None) -> None:
+    """Refuse a model in the prompt's place with a prompt in the model's."""
+    if target and " " in target and not os.path.exists(target) and (prompt == "demo" or os.path.exists(prompt or "")):
+        problem = f"the prompt is {prompt!r} and the model {target!r}"
+        raise RequestError(problem, "write the prompt first, and then the model.")
 
 
 def _ended_at_once(llm: LLM, chat: bool, stop_reason: int | str | None) -> str:

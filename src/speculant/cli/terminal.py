@@ -101,6 +101,12 @@ def messages() -> VerbatimConsole:
     return VerbatimConsole(stderr=True)
 
 
+def notice(text: str) -> None:
+    """Print a remark to stderr. On a terminal its lines are broken between words."""
+    console = messages()
+    console.print(text, style="dim", soft_wrap=not console.is_terminal)
+
+
 def show_error(error: SpeculantError) -> None:
     """Print an error and its fix."""
     console = messages()

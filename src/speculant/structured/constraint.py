@@ -70,6 +70,7 @@ class GrammarConstraint(Constraint):
         self.mask_s = 0.0  # mean time of the last masks
         self._failure = ""  # the error of the matcher that was replaced last
         self._failed = False  # whether the mask after the advanced tokens exceeds the limits
+        self._beyond = self._nothing()  # the mask after a draft that exceeds the limits
 
     @override
     def mask(self, tokens: Sequence[int]) -> Tensor:
@@ -88,7 +89,11 @@ class GrammarConstraint(Constraint):
         self._advanced += tokens
         self._path = []
         new, count = tuple(tokens), len(tokens)
-        self._masks = {path[count:]: mask for path, mask in self._masks.items() if path[:count] == new}
+        self._masks = {
+            path[count:]: mask
+            for path, mask in self._masks.items()
+            if path[:count] == new and mask is not self._beyond  # which is an error after tokens that are not drafted
+        }
 
     @override
     def rollback(self, n: int) -> None:
@@ -172,7 +177,7 @@ class GrammarConstraint(Constraint):
         if not path:
             self._failed = True
             raise self._over_limits()
-        return nothing
+        return self._beyond
 
     def _nothing(self) -> Tensor:
         return torch.zeros(-(-self._grammar.vocab_size // WORD), dtype=torch.int32)

@@ -29,7 +29,6 @@ class StepLimits(NamedTuple):
 
 
 _EBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule as vLLM and llama.cpp write it
-_NUMBERED = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8}))")  # a character in EBNF
 STRANGERS = StepLimits(50_000, 5_000, 25_000)  # a mask at these limits takes some 10 ms, and forced text 50 ms
 
 
@@ -54,7 +53,6 @@ def compute_beginning(matcher: LLMatcher) -> None:
 def _grammar_text(source: GrammarSource) -> str:
     """Return a source as a grammar of the library."""
     from llguidance import LLMatcher, grammar_from
-    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if source.kind == "json":
         return LLMatcher.grammar_from_json_schema(source.text, defaults={"whitespace_flexible": not source.compact})
@@ -63,23 +61,10 @@ def _grammar_text(source: GrammarSource) -> str:
     if source.kind == "regex":
         return LLMatcher.grammar_from_regex(source.text)
     if _EBNF.search(source.text):
-        return LLMatcher.grammar_from_lark(gbnf_to_lark(_plain_ebnf(source.text)))
+        from speculant.structured.ebnf import ebnf_to_lark
+
+        return LLMatcher.grammar_from_lark(ebnf_to_lark(source.text))
     return LLMatcher.grammar_from_lark(source.text)
-
-
-def _plain_ebnf(text: str) -> str:
-    """Return a grammar in EBNF as the library's converter reads it: a rule in one line, no characters by number."""
-    lines = list[str]()
-    for line in text.splitlines():
-        if line.lstrip().startswith("|") and lines and "#" not in lines[-1]:
-            lines[-1] += f" {line.strip()}"
-        else:
-            lines.append(line)
-    return _NUMBERED.sub(lambda found: found[1] + _character(int(found[2] or found[3], 16)), "\n".join(lines))
-
-
-def _character(number: int) -> str:
-    return f"\\x{number:02x}" if number < 128 else chr(number)
 
 
 def _limits(steps: StepLimits) -> LLParserLimits:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 import shutil
 import signal
 import threading
@@ -445,6 +446,22 @@ def test_a_full_context_of_a_server_comes_with_what_helps(serve: Any) -> None:
     conversation = Conversation(RemoteChatBackend(serve([full], 400).url), None, interactive=False, turns=[HI])
     with pytest.raises(RequestError, match="/reset begins a new conversation"):
         conversation.read("Hi")
+
+
+@pytest.mark.parametrize("owner", ["speculant", "somebody"])
+def test_a_narrow_terminal_gets_whole_words(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], owner: str
+) -> None:
+    """It also gets the meaning of the colour, where answers have one."""
+    for name, value in (("FORCE_COLOR", "1"), ("COLUMNS", "40")):
+        monkeypatch.setenv(name, value)
+    lines = iter(["/help", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    Conversation(RemoteChatBackend(serve(GOOD, owner=owner).url), None, interactive=True).run()
+    shown = re.sub(r"\x1b\[\d*m", "", capsys.readouterr().err)
+    assert max(map(len, shown.splitlines())) <= 40
+    assert ("accepted draft tokens are green" in " ".join(shown.split())) == (owner == "speculant")
+    assert "without TEXT, remove it" in " ".join(shown.split())
 
 
 def test_a_model_that_a_server_lacks_is_refused(serve: Any) -> None:

@@ -66,6 +66,8 @@ def _case(command: str) -> Any:
 @pytest.mark.parametrize("command", [_case(line) for document in WITH_COMMANDS for line in _commands(document)])
 def test_command_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("speculant.lab.bench.pair._COST_SECONDS", 0.01)
+    monkeypatch.setattr("speculant.lab.bench.pair.SPEED_SECONDS", 0.01)
     arguments = shlex.split(command, comments=True)[1:]
     if files := [Path(each) for each in arguments if re.fullmatch(r"path/.*\.gguf", each)]:  # the reader's own
         source = write_checkpoint(tmp_path / "source", Shape(layers=1, hidden_size=256))

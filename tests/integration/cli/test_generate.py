@@ -57,6 +57,14 @@ def test_a_terminal_gets_no_characters_that_control_it(
     assert "--json" in more or shown == "".join(each for each in piped if each not in controls)
 
 
+@pytest.mark.parametrize("model", ["demo", "a file"])
+def test_a_model_before_the_prompt_is_told(tmp_path: Path, model: str) -> None:
+    place = tmp_path / "model.gguf"
+    place.touch()
+    with pytest.raises(RequestError, match="write the prompt first, and then the model"):
+        _invoke("demo" if model == "demo" else str(place), "def read(path):")
+
+
 def test_speculation_changes_nothing(checkpoints: Checkpoints) -> None:
     fast = _json(checkpoints, "--temperature", "0", "--max-tokens", "40")
     plain = _json(checkpoints, "--temperature", "0", "--max-tokens", "40", "--speculation", "off")

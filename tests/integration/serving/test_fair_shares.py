@@ -63,7 +63,7 @@ def test_a_client_finds_room_beside_one_that_fills_it(
 ) -> None:
     """One client fills every place. A second one still gets its half, and its answer comes first."""
     engine = AsyncEngine(checkpoints.target, max_num_seqs=2, max_waiting=2, dtype="float32")
-    SlowEngine(engine, monkeypatch)
+    slow = SlowEngine(engine, monkeypatch)
     server: LiveServer = serve(engine, **options).ready()
     done: list[str] = []
 
@@ -81,6 +81,7 @@ def test_a_client_finds_room_beside_one_that_fills_it(
         assert done == []
         assert ask_as(server, two, **SHORT, n=3).status_code == 429
         assert ask_as(server, two, **SHORT, beam_width=3).status_code == 429, "beams count, too"
+        slow.seconds = 0
     assert engine.metrics.preemptions > 0
     assert server.state.admission.count == 0
 
@@ -94,7 +95,7 @@ def test_a_small_request_does_not_wait_for_a_large_one(
 ) -> None:
     """Both are of one client. The small one comes in the middle, and ends while most of the others wait."""
     engine = AsyncEngine(checkpoints.target, max_num_seqs=2, dtype="float32")
-    SlowEngine(engine, monkeypatch)
+    slow = SlowEngine(engine, monkeypatch)
     server: LiveServer = serve(engine, api_keys=("one",)).ready()
 
     with in_background([lambda: ask(server, "one", **{**LONG, "max_tokens": 20, **many})]):
@@ -102,6 +103,7 @@ def test_a_small_request_does_not_wait_for_a_large_one(
         assert ask(server, "one", **SHORT).status_code == 200
         assert server.state.admission.count == 32
         assert engine.metrics.waiting > 24
+        slow.seconds = 0
     assert engine.metrics.preemptions == 1
 
 

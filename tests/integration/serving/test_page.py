@@ -158,6 +158,7 @@ def page(visit: Callable[..., Any], demo: LiveServer) -> Any:
     """Open the page of the embedded pair."""
     opened = visit(demo.url)
     expect(opened.locator("#model")).to_have_text("Model: demo")
+    expect(opened.locator("#speculation")).to_contain_text("Speculation is on: draft_model, 4 tokens")
     return opened
 
 
@@ -277,6 +278,7 @@ def test_page_chats_with_a_fixed_length(page: Any) -> None:
     page.check("#chat")
     page.click("summary >> nth=0")
     page.select_option("#length", "4")
+    page.fill("#tokens", "40")
     sent = bodies_of(page)
     for question in ("def area(radius):", "def length(radius):"):
         page.fill("#prompt", question)
@@ -288,6 +290,59 @@ def test_page_chats_with_a_fixed_length(page: Any) -> None:
     assert page.locator("#fast-text h4").all_text_contents() == ["You", "Model"] * 2
     hidden = page.eval_on_selector("#fast-text", "text => text.scrollHeight - text.scrollTop - text.clientHeight")
     assert hidden < 40, "the end of the conversation is in sight"
+
+
+def test_page_s_chat_ends_with_the_context(page: Any) -> None:
+    """An answer has the context's room. A full context is named, and a new conversation is the way out."""
+    page.check("#chat")
+    page.click("summary >> nth=0")
+    page.select_option("#what", "fast")
+    sent = bodies_of(page)
+    page.fill("#prompt", "def area(radius):")
+    page.click("#run")
+    assert "The conversation fills the context of 1024 tokens. Start over begins" in answered(page)
+    assert sent[0]["max_tokens"] is None
+    page.fill("#prompt", "go on")
+    page.click("#run")
+    expect(page.locator("#problem")).to_contain_text("max_model_len is 1024")
+    expect(page.locator("#problem")).to_contain_text("Start over begins a new conversation.")
+    page.click("#clear")
+    page.click("#run")
+    assert "tokens in" in answered(page)
+    assert page.text_content("#problem") == ""
+
+
+def test_page_sends_by_enter_in_a_chat_alone(page: Any) -> None:
+    page.fill("#prompt", "a")
+    page.press("#prompt", "Enter")
+    assert page.input_value("#prompt") == "a\n"
+    page.check("#chat")
+    page.fill("#prompt", "a")
+    page.press("#prompt", "Shift+Enter")
+    assert page.input_value("#prompt") == "a\n"
+    page.press("#prompt", "Enter")
+    expect(page.locator("#stop")).to_have_attribute("aria-disabled", "false")
+    page.keyboard.press("Escape")
+    answered(page)
+
+
+def test_page_compares_what_was_written_when_it_was_stopped(visit: Callable[..., Any], demo: LiveServer) -> None:
+    """In a small window too, what stops a long answer is in sight. Its text stays in the conversation."""
+    page = visit(demo.url, 390, 844)
+    page.check("#chat")
+    page.fill("#prompt", "def area(radius):")
+    page.press("#prompt", "Enter")
+    expect(page.locator("#slow-text .plain").first).to_be_attached(timeout=60_000)
+    box = page.locator("#stop").bounding_box()
+    assert 0 < box["y"] < 844 - box["height"]
+    page.click("#stop")
+    said = answered(page)
+    assert re.search(r"times as fast.*The first \d+ tokens took .* are identical. You stopped the plain answer", said)
+    sent = bodies_of(page)
+    page.fill("#prompt", "go on")
+    page.click("#run")
+    answered(page)
+    assert [message["role"] for message in sent[0]["messages"]] == ["user", "assistant", "user"]
 
 
 def test_page_stops_and_shows_the_error(page: Any) -> None:
@@ -469,6 +524,7 @@ def test_page_shows_hostile_texts_as_texts(page: Any) -> None:
     page.route("**/v1/completions", lambda route: route.fulfill(body=stream, content_type="text/event-stream"))
     page.reload()
     expect(page.locator("#model")).to_have_text(f"Model: {hostile}")
+    page.check("#completion")
     page.fill("#prompt", hostile)
     page.click("#run")
     answered(page)

@@ -30,7 +30,7 @@ def test_every_option_is_a_flag() -> None:
 def test_the_tables_are_those_of_the_code() -> None:
     assert serving_tables.updated(TEXT) == TEXT, "run: python tools/serving_tables.py"
     assert [name for name in (*ChatBody.model_fields, *REFUSED, *ACCEPTED) if f"`{name}`" not in TEXT] == []
-    assert "| `--queue-timeout` | 60 s |" in TEXT
+    assert "| `--queue-timeout`: 60 s |" in TEXT
 
 
 def test_every_route_and_metric_is_documented(demo: LiveServer) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from speculant import AsyncEngine
+from tests.examples import examples
 from tests.models import ALPHABET, END, Shape
 from tests.servers import LiveServer
 from tests.tagged import HARMONY, HARMONY_TEMPLATE, write_tagged
@@ -165,7 +166,7 @@ def test_channels_are_read_with_and_without_speculation(harmony: LiveServer, for
     """Several tokens are committed at once, whole and streamed."""
     form = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS}}}
     given = {"tools": TOOLS, "tool_choice": "required"} if forced == "call" else form
-    for seed in range(3):
+    for seed in range(examples(3, least=1)):
         body = {"messages": BODY["messages"], "seed": seed, "max_completion_tokens": 300, **given}
         (whole,) = harmony.post("/v1/chat/completions", **body)["choices"]
         (plain,) = harmony.post("/v1/chat/completions", **body, speculation=False)["choices"]

@@ -74,6 +74,7 @@ def test_page_reads_a_chat_with_reasoning() -> None:
     chunks[-1]["choices"][0]["finish_reason"] = "stop"
     made = evaluate("await read(given.text)", text=stream(*chunks))
     assert (made["text"], made["content"], made["end"]) == ("hmyes", "yes", "stop")
+    assert ["reasoning" in piece["kind"] for piece in made["pieces"]] == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,18 @@ def test_page_says_what_it_compared() -> None:
         "As fast as plain. The first 10 tokens took 0.10 s instead of 0.10 s. The two texts are identical.",
         "An answer is too short to compare, or did not end.",
     ]
+
+
+def test_page_compares_the_beginning_of_a_run() -> None:
+    text = stream(token("a"), token("b"), token("c", "stop") | {"usage": {"total_tokens": 9}})
+    made = evaluate("await read(given.text).then((run) => [run.first(2), run.total])", text=text)
+    assert [made[0][key] for key in ("text", "tokens", "milliseconds", "end")] == ["ab", 2, 20, "length"]
+    assert made[1] == 9
+
+
+def test_page_knows_a_full_context() -> None:
+    runs = [{"end": end, "total": total} for end, total in (("length", 64), ("length", 63), ("stop", 64), (None, 64))]
+    assert evaluate("given.runs.map((run) => page.fills(run, 64))", runs=runs) == [True, False, False, False]
 
 
 def test_page_reads_the_count_of_tokens() -> None:

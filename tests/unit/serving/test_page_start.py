@@ -34,22 +34,27 @@ await import(given.page);
 await new Promise((resolve) => setTimeout(resolve, 20));
 """
 
+SHOWN = "[element('chat').checked, element('tokens').placeholder]"
+
 
 @pytest.mark.skipif(NODE is None, reason="node is not installed")
 @pytest.mark.parametrize(
-    ("model", "chats"),
+    ("model", "chats", "length"),
     [
-        ({"id": "qwen", "chat": True}, True),
-        ({"id": "base", "chat": False}, False),
-        ({"id": "demo", "chat": True}, False),
+        ({"id": "qwen", "chat": True}, True, "what the context has room for"),
+        ({"id": "base", "chat": False}, False, 32),
+        ({"id": "demo", "chat": True}, False, 32),
     ],
 )
-def test_page_begins_with_a_chat_if_the_model_does(model: dict[str, Any], chats: bool, tmp_path: Path) -> None:
+def test_page_begins_with_a_chat_if_the_model_does(
+    model: dict[str, Any], chats: bool, length: Any, tmp_path: Path
+) -> None:
     for name in ("page.js", "measure.js"):
         (tmp_path / name).write_text((PAGE / name).read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "package.json").write_text('{"type": "module"}', encoding="utf-8")
     given = {"page": (tmp_path / "page.js").as_uri(), "model": {"max_model_len": 64, **model}}
-    script = f"const given = {json.dumps(given)};{HARNESS}console.log(element('chat').checked)"
+    script = f"const given = {json.dumps(given)};{HARNESS}console.log(JSON.stringify({SHOWN}))"
     command = [str(NODE), "--input-type=module", "--eval", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert (done.stderr, done.stdout.strip()) == ("", str(chats).lower())
+    assert done.stderr == ""
+    assert json.loads(done.stdout) == [chats, length]

@@ -67,6 +67,47 @@ def test_ebnf_allows_what_the_same_grammar_in_lark_allows(grammars: Grammars, to
         assert lark == ebnf != set()
 
 
+SUM = 'start: item ("+" item)*\nitem: "(" start ")" | /[0-9]/'
+RECURSIVE: dict[str, tuple[str, StructuredOutputs]] = {  # a grammar, and the same form in other words
+    "right": ('root ::= "<" texts\ntexts ::= [^>] texts | ">"', StructuredOutputs(regex="<(?s:[^>])*>")),
+    "left": ('root ::= texts ">"\ntexts ::= texts [^>] | "<"', StructuredOutputs(regex="<(?s:[^>])*>")),
+    "both": ('root ::= "<" a a ">"\na ::= "x" a | a "y" | a "," a | a | "b"', StructuredOutputs(
+        regex="<x*by*(,x*by*)*x*by*(,x*by*)*>")),
+    "twice": ('root ::= a "."\na ::= a a | [a-c] | ""', StructuredOutputs(regex="[a-c]*[.]")),
+    "groups": ('root ::= "[" list "]"\nlist ::= [a-c] ("," list | "") | list?', StructuredOutputs(
+        regex=r"\[([a-c],)*[a-c]?\]")),
+    "what follows": ('root ::= word "x"\nword ::= [a-z] word?', StructuredOutputs(regex="[a-z]+x")),
+    "within": ('root ::= root "+" root | "(" root ")" | [0-9]', StructuredOutputs(grammar=SUM)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECURSIVE)
+def test_a_recursive_rule_allows_what_a_repetition_allows(grammars: Grammars, name: str) -> None:
+    text, same = RECURSIVE[name]
+    for seed in range(examples(4, least=2)):
+        rng, forms = random.Random(seed), (StructuredOutputs(grammar=text), same)
+        constraints = [grammars.compile(form).result().constrain() for form in forms]
+        for _ in range(40):
+            one, other = (allowed(each.mask(())) for each in constraints)
+            assert one == other != set()
+            if not (known := sorted(one - {END})):
+                break
+            token = rng.choice(known)
+            for each in constraints:
+                each.advance([token])
+
+
+@pytest.mark.parametrize("rule", ["[^>] texts", "texts [^>]", "[^>] texts?", "(texts | [^>]) texts"])
+def test_a_long_text_of_a_recursive_rule_is_within_the_limits(
+    grammars: Grammars, tokenizer: Tokenizer, rule: str
+) -> None:
+    form = StructuredOutputs(grammar=f'root ::= "<" texts ">"\ntexts ::= {rule} | ""')
+    constraint, tokens = grammars.compile(form).result().constrain(), tokenizer.encode("a b" * 800)
+    constraint.advance(tokenizer.encode("<"))
+    constraint.advance(tokens)
+    assert allowed(constraint.mask(())) > set(tokens)
+
+
 @pytest.mark.parametrize(
     "form", [pytest.param(each, marks=pytest.mark.slow if each == "compact" else []) for each in FORMS]
 )
@@ -208,6 +249,12 @@ def test_a_text_over_the_limits_is_an_error(grammars: Grammars, tokenizer: Token
         constraint.advance(tokenizer.encode("bxxx"))
     with pytest.raises(RequestError, match="exceeds its limits: .*limit 1"):
         limited(grammars, step_max_items=1).constrain().mask(())
+    constraint, text = limited(grammars, step_max_items=7).constrain(), tokenizer.encode("bx")
+    assert constraint.mask(()).any()
+    assert not constraint.mask(text).any()  # of a draft, and no error
+    constraint.advance(text)
+    with pytest.raises(RequestError, match="exceeds its limits: .*limit 7"):
+        constraint.mask(())
 
 
 def test_masks_are_prepared_in_another_thread(grammars: Grammars) -> None:

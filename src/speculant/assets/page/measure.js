@@ -1,12 +1,14 @@
 // The measurement of a run, and the comparison of two. Nothing here touches the page.
 
+export const BROKEN = "The answer broke off before its end";
+
 // The chunks of a stream of server-sent events. Throws if the server reports an error, or the stream breaks off.
 export async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let waiting = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) throw new Error("The answer broke off before its end.");
+    if (done) throw new Error(`${BROKEN}.`);
     const lines = (waiting + value).split("\n");
     waiting = lines.pop();
     for (const line of lines) {
@@ -33,6 +35,7 @@ export class Run {
   milliseconds = 0; // from the request to the last token
   end = null; // "stop" = the model's own end, "length" = the limit of tokens
   figures = null; // the server's, of this answer
+  total = 0; // the server's count of the prompt's tokens and the answer's
 
   read(chunk, time) {
     const tokens = chunk.speculant_tokens ?? [];
@@ -43,11 +46,29 @@ export class Run {
     this.content += content;
     this.tokens += tokens.length;
     if (tokens.length) this.milliseconds = time;
-    if (text || tokens.length) this.pieces.push({ text, kind: kindOf(tokens.at(-1)), tokens: tokens.length, time });
+    const kind = kindOf(tokens.at(-1)) + (text && !content ? " reasoning" : "");
+    if (text || tokens.length) this.pieces.push({ text, kind, tokens: tokens.length, time });
     this.end = choice?.finish_reason ?? this.end;
     this.figures = chunk.metrics?.speculative_decoding ?? this.figures;
+    this.total = chunk.usage?.total_tokens ?? this.total;
+  }
+
+  // The run as far as so many tokens, as if a limit had ended it there.
+  first(tokens) {
+    const part = Object.assign(new Run(), { end: "length" });
+    for (const piece of this.pieces) {
+      if (part.tokens >= tokens) break;
+      part.pieces.push(piece);
+      part.text += piece.text;
+      part.tokens += piece.tokens;
+      part.milliseconds = piece.time;
+    }
+    return part;
   }
 }
+
+// Whether the context ended a run, and no other limit.
+export const fills = ({ end, total }, context) => end === "length" && total >= context;
 
 export const seconds = (milliseconds) => `${(milliseconds / 1000).toFixed(milliseconds < 9995 ? 2 : 1)} s`;
 

@@ -1,7 +1,7 @@
 // The page of a server: a prompt is answered with guesses and plain, side by side. It uses the server's public routes
 // alone, and shows texts of the server as text, never as HTML.
 
-import { Run, comparison, events, generatedTokens, guessesOf, seconds, timeOf } from "./measure.js";
+import { BROKEN, Run, comparison, events, fills, generatedTokens, guessesOf, seconds, timeOf } from "./measure.js";
 
 const element = (id) => document.getElementById(id);
 const SIDES = ["fast", "slow"]; // with speculation, and plain
@@ -10,6 +10,8 @@ const ORDERED = { fast: "First: with guesses", slow: "Second: plain" };
 const NAMES = { fast: "answer with guesses", slow: "plain answer" };
 const LENGTHS = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16];
 const LOADING_MS = 2000; // between questions whether the model is loaded
+const CONTINUED = 128; // tokens of a continued text, which has no natural end; a chat's answer has the context's room
+const FULL = "Start over begins a new conversation.";
 const EXAMPLES = {
   completion: [
     ["Fibonacci", "def fibonacci(n):\n"],
@@ -18,14 +20,17 @@ const EXAMPLES = {
   ],
   chat: [
     ["Fibonacci", "Write a Python function that returns the first n Fibonacci numbers."],
-    ["Count to 30", "Count from one to thirty, in words."],
+    ["A stack", "Write a Python class for a stack, with push and pop."],
     ["Months", "List the twelve months with their numbers of days, as JSON."],
   ],
 };
 
-// model: the name of the model; null until the server is known. messages: of the chat. running: stops what runs now.
-// last: the last comparison. asked: a key was asked for. loading, waiting: the model is being loaded, and the timer.
-const state = { model: null, messages: [], running: null, last: null, asked: false, loading: false, waiting: null };
+// model: the name of the model; null until the server is known. longest: its context, in tokens. messages: of the chat.
+// running: stops what runs now. last: the last comparison. asked: a key was asked for. loading, waiting: the model is
+// being loaded, and the timer.
+const state = {
+  model: null, longest: 0, messages: [], running: null, last: null, asked: false, loading: false, waiting: null,
+};
 
 // Requests.
 
@@ -69,7 +74,8 @@ function fail(error) {
   if (loading) waitForModel();
   else if (error.status === 401) askForKey();
   else {
-    say("problem", error.message);
+    const full = error.status === 400 && /max_model_len|\bcontext\b/.test(error.message) && state.messages.length;
+    say("problem", full ? `${error.message} ${FULL}` : error.message);
     element("problem").scrollIntoView({ block: "nearest" });
     element("retry").hidden = Boolean(state.model) && !error.gone;
   }
@@ -105,10 +111,11 @@ function showModel({ id, max_model_len: longest, chat, speculation }) {
   state.loading = false;
   say("connection", "");
   const first = state.model === null;
-  state.model = id;
+  Object.assign(state, { model: id, longest });
   say("model", `Model: ${id}`);
+  say("speculation", `Speculation is ${on ? `on: ${detail}` : "off"}`);
   say("method", on ? `On this server: ${detail}.` : "");
-  say("off", on ? "" : `This server makes no guesses, so there is only the plain answer. The reason: ${detail}`);
+  say("off", on ? "" : `This server makes no guesses, so there is only the plain answer. The reason: ${detail}.`);
   for (const option of element("what").options) option.disabled = !on && option.value !== "slow";
   if (!on) element("what").value = "slow";
   element("length").disabled = !on;
@@ -120,7 +127,6 @@ function showModel({ id, max_model_len: longest, chat, speculation }) {
     // The embedded model has a chat template, but was not trained to converse.
     element(chat && id !== "demo" ? "chat" : "completion").checked = true;
     element("tokens").max = longest;
-    element("tokens").value = Math.min(128, Math.ceil(longest / 2));
     clear();
   }
   choose();
@@ -132,6 +138,7 @@ function showModel({ id, max_model_len: longest, chat, speculation }) {
 // Settings.
 
 const mode = () => document.querySelector("input[name=mode]:checked").value;
+const usualLength = () => (mode() === "chat" ? null : Math.min(CONTINUED, Math.ceil(state.longest / 2)));
 
 function sides() {
   const what = element("what").value;
@@ -153,7 +160,8 @@ function plan() {
   const common = {
     model: state.model,
     stream: true,
-    max_tokens: element("tokens").valueAsNumber,
+    stream_options: { include_usage: true },
+    max_tokens: element("tokens").valueAsNumber || usualLength(),
     temperature: element("temperature").valueAsNumber,
     seed: element("seed").valueAsNumber,
     speculant: { tokens: true },
@@ -182,10 +190,13 @@ function choose() {
     element(side).hidden = !sides().includes(side);
     say(`${side}-title`, (both ? ORDERED : TITLES)[side]);
   }
-  element("chat-note").hidden = mode() !== "chat";
+  const chat = mode() === "chat";
+  element("chat-note").hidden = !chat || state.model !== "demo";
+  element("tokens").placeholder = usualLength() ?? "what the context has room for";
+  say("keys", `${chat ? "Enter starts, Shift+Enter begins a line" : "Ctrl+Enter starts"}, Escape stops.`);
   document.querySelector(".legend").hidden = !sides().includes("fast");
   say("run", both ? "Compare" : "Run");
-  if (!element("prompt").value && mode() === "completion") element("prompt").value = EXAMPLES.completion[0][1];
+  if (!element("prompt").value && !chat) element("prompt").value = EXAMPLES.completion[0][1];
 }
 
 // Output. Pieces are drawn once a frame, so that drawing disturbs the measurement little.
@@ -203,6 +214,7 @@ function span(text, kind) {
 }
 
 function empty() {
+  element("reasoning").hidden = true;
   for (const side of SIDES) {
     element(`${side}-text`).replaceChildren();
     element(`${side}-bar`).style.width = "0";
@@ -247,6 +259,7 @@ class Panel {
     this.frame = null;
     const follows = this.body.scrollHeight - this.body.scrollTop - this.body.clientHeight < 40;
     this.body.append(...this.waiting.filter(({ text }) => text).map(({ text, kind }) => span(text, kind)));
+    if (this.waiting.some(({ kind }) => kind.includes("reasoning"))) element("reasoning").hidden = false;
     this.tokens += this.waiting.reduce((sum, piece) => sum + piece.tokens, 0);
     if (this.waiting.length) say(`${this.side}-count`, `${this.tokens} tokens · ${seconds(this.waiting.at(-1).time)}`);
     this.waiting = [];
@@ -256,8 +269,7 @@ class Panel {
 
 // Runs.
 
-async function runOne(path, body, panel, signal) {
-  const run = new Run();
+async function runOne(run, path, body, panel, signal) {
   const began = performance.now();
   const response = await call(path, body, signal);
   try {
@@ -268,11 +280,10 @@ async function runOne(path, body, panel, signal) {
     }
   } catch (error) {
     const broken = error instanceof TypeError || error instanceof SyntaxError;
-    throw broken ? new Error("The answer broke off before its end.") : error;
+    throw broken ? new Error(`${BROKEN}: the server stopped, or the connection was lost.`) : error;
   } finally {
     panel.draw();
   }
-  return run;
 }
 
 const generated = (signal) =>
@@ -293,31 +304,53 @@ async function answer(signal) {
   element("replay").hidden = true;
   element("status").scrollIntoView({ block: "nearest" });
   const before = compares ? await generated(signal) : NaN;
-  for (const [side, body] of planned.bodies) {
-    say("status", `Writing the ${NAMES[side]} …`);
-    runs[side] = await runOne(planned.path, body, panels[side], signal);
-    finish(side, runs[side], 0);
+  try {
+    for (const [side, body] of planned.bodies) {
+      say("status", `Writing the ${NAMES[side]} …`);
+      runs[side] = new Run();
+      await runOne(runs[side], planned.path, body, panels[side], signal);
+      finish(side, runs[side], 0);
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") throw error;
+    return stopped(planned, runs);
   }
   const after = compares ? await generated(signal) : NaN;
-  remember(planned, Object.values(runs)[0]);
+  remember(planned, runs);
   if (compares) {
-    state.last = { runs, planned };
-    showComparison(runs, after - before > runs.fast.tokens + runs.slow.tokens);
+    const others = after - before > runs.fast.tokens + runs.slow.tokens;
+    showComparison(planned, runs, others ? "Others used the server meanwhile, so the times are rough." : "");
   } else for (const side in runs) say("status", `The ${NAMES[side]}: ${timeOf(runs[side])}.`);
+  const [run] = Object.values(runs);
+  if (fills(run, state.longest)) element("status").append(` ${cutOf(planned)}`);
 }
 
-function remember({ chat, turns }, run) {
-  if (!chat) return;
+const cutOf = ({ chat }) =>
+  `The ${chat ? "conversation" : "text"} fills the context of ${state.longest} tokens.${chat ? ` ${FULL}` : ""}`;
+
+// What was written stays. If the second answer had begun, both are compared as far as it came.
+function stopped(planned, runs) {
+  say("status", "Stopped.");
+  remember(planned, runs);
+  const tokens = Math.min(runs.fast?.tokens ?? 0, runs.slow?.tokens ?? 0);
+  if (tokens < 2) return;
+  const parts = { fast: runs.fast.first(tokens), slow: runs.slow.first(tokens) };
+  showComparison(planned, parts, "You stopped the plain answer.");
+}
+
+function remember({ chat, turns }, runs) {
+  const [run] = Object.values(runs);
+  if (!chat || !run?.content) return;
   state.messages = [...turns, { role: "assistant", content: run.content }];
   element("prompt").value = "";
 }
 
-function showComparison(runs, others) {
+function showComparison(planned, runs, remark) {
   const { title, text } = comparison(runs.fast, runs.slow);
+  state.last = { runs, planned };
   const strong = document.createElement("strong");
   strong.textContent = title;
-  const rough = others ? " Others used the server meanwhile, so the times are rough." : "";
-  element("status").replaceChildren(strong, ` ${text}${rough}`);
+  element("status").replaceChildren(strong, ` ${text} ${remark}`.trimEnd());
   element("replay").hidden = false;
   showTimes(runs);
 }
@@ -364,8 +397,8 @@ async function start(task) {
   try {
     await task(state.running.signal);
   } catch (error) {
-    say("status", error.name === "AbortError" ? "Stopped." : "");
-    if (error.name !== "AbortError") fail(error);
+    say("status", "");
+    fail(error);
   }
   state.running = null;
   busy(false);
@@ -385,7 +418,7 @@ function clear() {
   state.last = null;
   element("replay").hidden = true;
   const both = sides().length > 1;
-  say("status", `Press one of them. ${both ? "The answer is written twice: with guesses, then plain." : ""}`);
+  say("status", `Press one of them, or write your own prompt. ${both ? "The answer is written twice: with guesses, then plain." : ""}`);
   empty();
 }
 
@@ -411,7 +444,10 @@ for (const id of ["completion", "chat"]) {
   });
 }
 element("prompt").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) element("form").requestSubmit();
+  const sends = mode() === "chat" && !event.shiftKey && !matchMedia("(pointer: coarse)").matches;
+  if (event.key !== "Enter" || event.isComposing || !(sends || event.ctrlKey || event.metaKey)) return;
+  event.preventDefault();
+  element("form").requestSubmit();
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") state.running?.abort();

@@ -158,14 +158,10 @@ class CascadeDrafter(CompositeDrafter):
             ModelDrafter(runner, context.target.vocab_size, context.target.sampler),
             InnerDrafter(inner, context.target.vocab_size),
         )
-        model.guess, own = guessing.guess, inner.drafter.needs
+        model.guess = guessing.guess
         members = [SubDrafter(WITH_MODEL, model, METHOD.default_length), SubDrafter(inner.method, guessing, 1)]
         super().__init__(members, context.target.vocab_size)
-        self.needs = replace(
-            model.needs,
-            hidden_layers=own.hidden_layers,
-            reads=replace(model.needs.reads, target_cache=own.reads.target_cache, encoder=own.reads.encoder),
-        )
+        self.needs = replace(model.needs, hidden_layers=self.needs.hidden_layers, reads=self.needs.reads)
         self._guessing, self.sub_drafters = guessing, guessing.sub_drafters
 
     @override

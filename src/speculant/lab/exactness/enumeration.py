@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import compress, islice
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -161,14 +161,14 @@ def _prefixes(batch: Batch, storage: KVStorage) -> Iterator[History]:
         rows = slice(first, first + segment.num_rows)
         first = rows.stop
         visible = visible_keys(segment, batch.positions[rows], None).tolist()
-        tokens, positions = (part.flatten().tolist() for part in storage.read(0, slots))
+        tokens, positions = (part.flatten().to(torch.int64).tolist() for part in storage.read(0, slots))
         for own, position, mask in zip(
             batch.tokens[rows].tolist(), batch.positions[rows].tolist(), visible, strict=True
         ):
-            context = [key for key, is_visible in enumerate(mask) if is_visible]
-            assert [positions[key] for key in context] == list(range(position + 1)), "not a whole prefix in order"
-            assert tokens[context[-1]] == own, "the row's own token is not its last visible one"
-            yield tuple(int(tokens[key]) for key in context)
+            assert [*compress(positions, mask)] == [*range(position + 1)], "not a whole prefix in order"
+            prefix = tuple(compress(tokens, mask))
+            assert prefix[-1] == own, "the row's own token is not its last visible one"
+            yield prefix
 
 
 NextProbs = Callable[[History], Sequence[float]]  # all tokens so far -> the next token's distribution

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +29,8 @@ from speculant.models.native.speeds import fastest_packing, row_seconds
 from speculant.models.weights.cache import WeightCache, WeightStore
 from speculant.models.weights.reader import ROUNDINGS, Rounding
 from speculant.models.weights.source import QuantizedBlocks, WeightSource
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -121,4 +125,17 @@ class NativeBackend(PacksWeights, RoundsWeights, TimesWeights, StoresWeights):
 
 def open_backend() -> NativeBackend:
     """Return the backend with the best instruction set; see `open_kernels`."""
-    return NativeBackend(open_kernels())
+    kernels = open_kernels()
+    if kernels is None:
+        _warn()
+    return NativeBackend(kernels)
+
+
+@functools.cache
+def _warn() -> None:
+    """Warn once that the library is missing: the package was installed without a compiler."""
+    logger.warning(
+        "the native kernels are not installed. On the CPU, models run on torch's kernels, which are slower and don't"
+        " keep a row's bits in every batch. Install a C++ compiler (g++ or clang++), and then speculant again;"
+        " `speculant doctor` says what is lost."
+    )
