@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from speculant.lab.quantize import model_entries, rope_tensors
-from speculant.models import Attention, CheckpointFiles, gguf_families
+from speculant.models import CheckpointFiles, DecoderConfig, gguf_families
 from tests import gguf_blocks
 
 FLOATS = ("F32", "F16", "BF16")
@@ -27,7 +27,9 @@ LARGE_BLOCKS = ("Q4_K", "Q5_K", "Q6_K")  # of 256
 DECODED = ("Q2_K", "Q3_K", "IQ4_XS", "TQ2_0")  # no kernel computes with these
 ZERO = "\u0100"  # the byte 0 in byte-level tokens
 PAIRED = ("llama", "mistral", "mixtral", "smollm3", "granite", "ministral3")  # in the files, but not in checkpoints
-SHIFTED = ("gemma2", "gemma3_text")  # norms, to which 1 is added
+SHIFTED = ("gemma2", "gemma3_text", "qwen3_5_text")  # norms, to which 1 is added
+SQUEEZED = ("conv1d.weight", "conv.conv.weight")  # of dimensions of 1
+FLOAT = re.compile("ffn_gate_inp|ssm_conv1d|shortconv.conv")  # matrices that are not rounded
 EXPERT = re.compile(r"experts\.[0-9]+\.")  # whose tensors are stacked
 _SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_XS": (0,), "TQ2_0": (64,)}  # places in a block, in float16
 
@@ -57,11 +59,11 @@ def convert(
     for key, value in entries.items():
         if value is not None:
             writer.add_key_value(key, value, _type(value))
-    changed = converted(tensors, config["model_type"], decoder.attention)
+    changed = converted(tensors, config["model_type"], decoder)
     for stored, tensor in (_fused(changed) if fused else changed).items():
         rows = tensor.float().numpy()
         of_matrix = kind if isinstance(kind, str) else kind(stored)
-        _add(writer, stored, rows, of_matrix if rows.ndim > 1 and "ffn_gate_inp" not in stored else "F32")
+        _add(writer, stored, rows, "F32" if rows.ndim < 2 or FLOAT.search(stored) else of_matrix)
     for name, values in {**rope_tensors(config, decoder), **(extra or {})}.items():
         _add(writer, name, values, "F32")
     writer.write_header_to_file()
@@ -81,14 +83,15 @@ def stored_names(names: Iterable[str], family: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: [(int(part), "") if part.isdigit() else (0, part)
                                                 for part in name.split(".")]):  # fmt: skip
-        stored = known.get_name(EXPERT.sub("experts.", name), try_suffixes=(".weight", ".bias"))
+        usual = EXPERT.sub("experts.", name).replace(".dt_bias", ".dt_proj.bias")
+        stored = known.get_name(usual, try_suffixes=(".weight", ".bias"))
         stored = "output.weight" if name == "lm_head.weight" else stored  # which not all architectures have
         assert stored is not None, name
         found.setdefault(stored, []).append(name)
     return found
 
 
-def converted(tensors: Mapping[str, torch.Tensor], family: str, of: Attention) -> dict[str, torch.Tensor]:
+def converted(tensors: Mapping[str, torch.Tensor], family: str, of: DecoderConfig) -> dict[str, torch.Tensor]:
     """Return a checkpoint's tensors as the file has them."""
     return {
         stored: torch.stack(parts) if len(parts) > 1 else parts[0]
@@ -97,39 +100,56 @@ def converted(tensors: Mapping[str, torch.Tensor], family: str, of: Attention) -
     }
 
 
-def _stored(name: str, tensor: torch.Tensor, family: str, of: Attention) -> torch.Tensor:
-    if family in SHIFTED and name.endswith("norm.weight"):
+def _stored(name: str, tensor: torch.Tensor, family: str, of: DecoderConfig) -> torch.Tensor:
+    if _is_shifted(name, family):
         return tensor + 1
-    order = _order(name, len(tensor), family, of)
-    tensor = tensor if order is None else tensor[order]
+    tensor = -tensor.exp() if name.endswith("A_log") else tensor
+    tensor = tensor.squeeze(1) if name.endswith(SQUEEZED) else tensor
+    moved = _moved(name, tensor.shape, family, of)
+    tensor = tensor if moved is None else tensor.index_select(*moved)
     return tensor.T.contiguous() if _is_turned(name, family) else tensor
 
 
-def loaded(name: str, tensor: torch.Tensor, family: str, of: Attention) -> torch.Tensor:
+def loaded(name: str, tensor: torch.Tensor, family: str, of: DecoderConfig) -> torch.Tensor:
     """Return a file's tensor as the checkpoint has it."""
-    if family in SHIFTED and name.endswith("norm.weight"):
+    if _is_shifted(name, family):
         return tensor - 1
     tensor = tensor.T if _is_turned(name, family) else tensor
-    order = _order(name, len(tensor), family, of)
-    if order is None:
-        return tensor
-    out = torch.empty_like(tensor)
-    out[order] = tensor
-    return out
+    moved = _moved(name, tensor.shape, family, of)
+    tensor = tensor if moved is None else torch.empty_like(tensor).index_copy_(*moved, tensor)
+    tensor = tensor.unsqueeze(1) if name.endswith(SQUEEZED) else tensor
+    return tensor.neg().log() if name.endswith("A_log") else tensor
+
+
+def _is_shifted(name: str, family: str) -> bool:
+    return family in SHIFTED and name.endswith("norm.weight") and "linear_attn" not in name
 
 
 def _is_turned(name: str, family: str) -> bool:
     return family == "gpt2" and any(f".{part}.weight" in name for part in ("c_attn", "c_proj", "c_fc"))
 
 
-def _order(name: str, rows: int, family: str, of: Attention) -> torch.Tensor | None:
-    """Return the order of a tensor's rows in the file; None = as they are."""
-    heads = next((n for part, n in (("q_proj", of.heads), ("k_proj", of.kv_heads)) if f".{part}." in name), 0)
+def _moved(name: str, shape: torch.Size, family: str, of: DecoderConfig) -> tuple[int, torch.Tensor] | None:
+    """Return the dimension whose order differs in the file, and the order; None = there is none."""
+    rows, attention = shape[0], of.attention
+    heads = next((n for part, n in zip("qk", (attention.heads, attention.kv_heads), strict=True)
+                  if f".{part}_proj." in name), 0)  # fmt: skip
     if family in PAIRED and heads:  # the halves of each head, interleaved
-        return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).reshape(-1)
+        return 0, torch.arange(rows).view(heads, 2, -1).transpose(1, 2).reshape(-1)
     if family == "gpt_neox" and "query_key_value" in name:  # queries of all heads first, then keys, then values
-        return torch.arange(rows).view(of.heads, 3, -1).transpose(0, 1).reshape(-1)
+        return 0, torch.arange(rows).view(attention.heads, 3, -1).transpose(0, 1).reshape(-1)
+    if family == "qwen3_5_text" and ".linear_attn." in name and "linear_attn.norm" not in name:
+        return _tiled(name, shape, of)
     return None
+
+
+def _tiled(name: str, shape: torch.Size, of: DecoderConfig) -> tuple[int, torch.Tensor]:
+    """Return the order of the heads of values: the first ones of all keys, then the second ones, and so on."""
+    state = next(filter(None, of.states))
+    dim = 1 if "out_proj" in name else 0
+    ahead = 2 * state.key_heads * state.key_dim if "conv1d" in name or "in_proj_qkv" in name else 0
+    places = torch.arange(ahead, shape[dim]).view(state.key_heads, state.heads // state.key_heads, -1)
+    return dim, torch.cat((torch.arange(ahead), places.transpose(0, 1).reshape(-1)))
 
 
 def _fused(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -144,7 +164,7 @@ def decoded(path: Path, folder: Path | str, out: Path) -> Path:
     """Write a copy of a checkpoint's folder with the weights of a GGUF file, as the gguf package decodes them."""
     shutil.copytree(folder, out)
     config = json.loads((out / "config.json").read_text())
-    family, of = config["model_type"], CheckpointFiles.open(Path(folder)).decoder.attention
+    family, of = config["model_type"], CheckpointFiles.open(Path(folder)).decoder
     names = stored_names(load_file(out / "model.safetensors"), family)
     tensors: dict[str, torch.Tensor] = {}
     first, _, rest = path.name.partition("-00001-of-")

@@ -1,4 +1,4 @@
-"""Decoders with random states and gated attention on the native kernels: logits of the reference, and equal bits."""
+"""Decoders with random states and gated attention on native kernels: the logits of the reference, and equal bits."""
 
 from __future__ import annotations
 

@@ -88,6 +88,7 @@ def write_blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str
     return written
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("names", cases_with(DRAFTERS, with_encoders=True))
 def test_no_drafter_changes_a_text_of_a_family(
     names: tuple[str, str, str], write: Callable[[str, str, float], str]

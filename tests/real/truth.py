@@ -80,7 +80,7 @@ def _sizes(facts: dict[str, Any]) -> dict[str, Any]:
 def _filled(model: Any, weights: dict[str, Tensor]) -> Any:
     """Return a model with the weights of a file, in the order of rows that it has."""
     config = model.config.to_dict()
-    family, of = config["model_type"], read_description(config).attention
+    family, of = config["model_type"], read_description(config)
     own = {name: stored for stored, (name,) in stored_names(model.state_dict(), family).items()}
     found = {name: loaded(name, weights[stored], family, of) for name, stored in own.items() if stored in weights}
     assert {own[name] for name in found} == weights.keys()

@@ -6,7 +6,7 @@ This is the inverse of reading them (models/weights/source.py): fused tensors ar
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +18,15 @@ from speculant.models import (
     Columns,
     DecoderConfig,
     Expression,
+    LogOfNegative,
     Plus,
     RowOperation,
     Shape,
     Stacked,
     TensorMap,
     Transposed,
+    Unsqueezed,
+    UntiledColumns,
     read_description,
     stored_name,
     stored_shape,
@@ -78,25 +81,28 @@ def write_json(file: Path, content: Any) -> None:
 
 def _put(made: Expression, part: Tensor, stored: Tensor) -> None:
     """Write what an expression reads of a stored tensor."""
-    place, dim, chosen, number = _place(made, tuple(part.shape), stored)
+    place, dim, chosen, undo = _place(made, tuple(part.shape), stored)
     index = [slice(None) if chosen is None or each != dim else chosen for each in range(place.ndim)]
-    place[tuple(index)] = part - number if number else part
+    place[tuple(index)] = undo(part)
 
 
 class _Place(NamedTuple):
-    """The part of a stored tensor that an expression reads: indices of a dimension, None = all. number: it is added."""
+    """The part of a stored tensor that an expression reads: indices of a dimension, None = all.
+
+    undo: makes the stored numbers of those that the expression gives.
+    """
 
     view: Tensor
     dim: int
     chosen: Sequence[int] | None
-    number: float
+    undo: Callable[[Tensor], Tensor]
 
 
 def _place(made: Expression, shape: Shape, stored: Tensor) -> _Place:
     """Return the part that an expression reads, from the shape of its result."""
     if isinstance(made, str):
-        return _Place(stored, 0, None, 0.0)
-    view, dim, chosen, number = of = _place(made.of, made.stored_shape(shape), stored)
+        return _Place(stored, 0, None, lambda part: part)
+    view, dim, chosen, undo = of = _place(made.of, made.stored_shape(shape), stored)
     match made:
         case RowOperation():
             own = made.rows(shape[0])
@@ -108,7 +114,14 @@ def _place(made: Expression, shape: Shape, stored: Tensor) -> _Place:
         case Stacked():
             assert chosen is None, "stacked tensors are whole"
             return of._replace(view=view[made.index])
+        case UntiledColumns():
+            assert chosen is None, "one dimension alone is divided by indices"
+            return of._replace(dim=view.ndim - 1, chosen=made.columns(view.shape[-1]))
         case Transposed():
             return of._replace(view=view.t(), dim=view.ndim - 1 - dim)
+        case Unsqueezed():
+            return of._replace(view=view.unsqueeze(1) if view.ndim == 2 else view)
+        case LogOfNegative():
+            return of._replace(undo=lambda part: undo(-part.exp()))
     assert isinstance(made, Plus)
-    return of._replace(number=number + made.number)
+    return of._replace(undo=lambda part: undo(part - made.number))

@@ -107,6 +107,53 @@ class Picked(RowOperation):
 
 
 @dataclass(frozen=True)
+class Untiled(RowOperation):
+    """A stored tensor that has the first head of each of `groups` groups, then the second one of each, and so on.
+
+    In the model, the heads of a group are neighbours. first: the rows before all heads, which stay.
+    """
+
+    heads: int
+    groups: int
+    first: int = 0
+
+    @override
+    def rows(self, count: int) -> list[int]:
+        places = np.arange(self.first, count).reshape(self.heads // self.groups, self.groups, -1)
+        return [*range(self.first), *places.swapaxes(0, 1).ravel().tolist()]
+
+
+@dataclass(frozen=True)
+class UntiledColumns(Operation):
+    """A stored matrix whose columns are those of heads, in the order of `Untiled`."""
+
+    heads: int
+    groups: int
+
+    def columns(self, width: int) -> list[int]:
+        """Return the index of the stored column for each of the model matrix's columns."""
+        return Untiled(self.of, self.heads, self.groups).rows(width)
+
+    def order(self, width: int) -> list[int]:
+        """Return the index of the model matrix's column for each of the stored columns."""
+        return Untiled(self.of, self.heads, self.heads // self.groups).rows(width)
+
+
+@dataclass(frozen=True)
+class Unsqueezed(Operation):
+    """A stored matrix that has a dimension of 1 in its middle in the model. A vector stays as it is."""
+
+    @override
+    def stored_shape(self, shape: Shape) -> Shape:
+        return (shape[0], shape[2]) if len(shape) == 3 else shape
+
+
+@dataclass(frozen=True)
+class LogOfNegative(Operation):
+    """log(-x) of a stored tensor x, whose numbers are below 0."""
+
+
+@dataclass(frozen=True)
 class Transposed(Operation):
     """A stored matrix whose columns are the model's rows. A vector stays as it is."""
 
@@ -661,6 +708,11 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for index, layer in enumerate(self.layers):
             self._check_layer(index, layer)
+        if not self.attentions:
+            raise ModelError(
+                f"config.json describes {self.num_layers} layers without attention",
+                "check layer_types, and the numbers of layers and of those between two with attention, in config.json.",
+            )
         for layers in (self.layers, self.encoder.layers if self.encoder else ()):
             _check_distances(layers)
         self._check_encoder()

@@ -23,6 +23,7 @@ from speculant.errors import ModelError
 from speculant.gguf_file import GgufFile, end_tokens
 from speculant.models.config import FULL, MOST, MOST_FACTOR, MOST_HEAD_DIM, SLIDING, is_whole, show
 from speculant.models.description import (
+    SAME_NAMES,
     DecoderConfig,
     Experts,
     Expression,
@@ -47,6 +48,7 @@ WHOLE = {
     "lm_head": "output",
 }
 QUERIES, KEYS, VALUES = (f"self_attn.{name}_proj" for name in "qkv")
+GATES = "self_attn.gate_proj"  # of the result
 GATE, UP = "mlp.gate_proj", "mlp.up_proj"
 PARTS: Mapping[str, str] = {  # of a layer
     BEFORE_ATTENTION: "attn_norm",
@@ -88,10 +90,14 @@ class Number:
 
 @dataclass(frozen=True)
 class Count:
-    """A metadata entry that is a whole number of at least 1. default: the entry that replaces it if it is absent."""
+    """A metadata entry that is a whole number of at least 1.
+
+    default: its value if it is absent, or the entry that replaces it. of: see `GgufFamily.written`.
+    """
 
     key: str
-    default: str | None = None
+    default: str | int | None = None
+    of: FromDescription | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,9 @@ class GgufFamily:
     the same architecture: files of the family have it, and an entry is not 0. paired: the rows of queries and keys are
     in pairs; see `Unpaired`. norm_eps: the key of config.json for the epsilon of norms. windows: None = all layers have
     the window, if the file has one. blocks: how the names of layers' tensors begin, with the entry that counts these
-    layers. tensors: where files hold the model's tensors; None = under the common names.
+    layers. behind: the entry for how many of them are heads behind the layers. keyless: the type of layers that have 0
+    in the list of key heads; None = there are none. tensors: where files hold tensors that do not have the common
+    names, or a function that makes it from the description.
 
     config: other keys that `read_config` reads, each with its metadata entry, or a function of the config so far; "a.b"
     is the key b of the object a. neutral: entries that `read_config` does not read, and that change the arithmetic
@@ -155,19 +163,22 @@ class GgufFamily:
     norm_eps: str = "rms_norm_eps"
     windows: WindowPattern | None = None
     blocks: Mapping[str, Count] = field(default_factory=lambda: {"blk": Count("block_count")})
-    tensors: TensorMap | None = None
+    behind: str | None = None
+    keyless: str | None = None
+    tensors: TensorMap | Callable[[DecoderConfig], TensorMap] = SAME_NAMES
     config: Mapping[str, Wanted] = field(default_factory=dict)
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
     def stored_norm_eps(self) -> str:
         """The metadata entry for the epsilon of norms."""
-        return f"attention.layer_norm_{'rms_' if self.norm_eps == 'rms_norm_eps' else ''}epsilon"
+        return f"attention.layer_norm_{'rms_' if self.norm_eps in ('rms_norm_eps', 'norm_eps') else ''}epsilon"
 
     @property
     def read(self) -> set[str]:
         """The metadata entries that `config` reads."""
-        return {each.key for each in self.config.values() if isinstance(each, Number | Count | Truth | TokenId)}
+        own = {each.key for each in self.config.values() if isinstance(each, Number | Count | Truth | TokenId)}
+        return own | ({self.behind} if self.behind else set())
 
     def written(self, decoder: DecoderConfig) -> dict[str, Any]:
         """Return the family's own entries of a model's metadata, for a file that is written.
@@ -175,7 +186,7 @@ class GgufFamily:
         They are those of `config` with a function `of`, whose result is the value; None = the entry is left out. Other
         entries are common to all families.
         """
-        own = [each for each in self.config.values() if isinstance(each, Number | Truth) and each.of]
+        own = [each for each in self.config.values() if isinstance(each, Number | Count | Truth) and each.of]
         found = {each.key: each.of(decoder) for each in own if each.of}
         if self.windows and self.windows.size and not decoder.windows:
             found["attention.sliding_window_pattern"] = 1  # readers take a window for granted
@@ -192,35 +203,41 @@ def gguf_tensors(config: DecoderConfig, family: GgufFamily, stored: Collection[s
 
     stored: all names in the file; None = it will be written, and fuses what the checkpoint fuses.
     """
-    if family.tensors:
-        return family.tensors
-    stored = _unfused(config.tensors) if stored is None else stored
+    stored = _unfused(config) if stored is None else stored
     of = config.attention
     layer: dict[str, Expression] = {**PARTS, **_fused(config, stored), **_stacked(config)}
     if family.paired:
         layer |= {own: Unpaired(layer[own], heads) for own, heads in ((QUERIES, of.heads), (KEYS, of.kv_heads))}
-    made = dict(map_modules(LAYER, BLOCK, layer, WHOLE).names)
+    own_names = family.tensors(config) if callable(family.tensors) else family.tensors
+    made = dict((*map_modules(LAYER, BLOCK, layer, WHOLE).names, *own_names.names))
     for own, norm in _norms(config).items():
         if norm.offset:  # the file has the sum of scale and offset
             made[f"{own}.weight"] = Plus(made[f"{own}.weight"], -norm.offset)
-    return TensorMap(tuple(made.items()))
+    return replace(own_names, names=tuple(made.items()))
 
 
-def _unfused(checkpoint: TensorMap) -> list[str]:
+def _unfused(config: DecoderConfig) -> list[str]:
     """Return the names that tell what a file fuses, if it fuses what a checkpoint does."""
 
     def fuses(one: str, other: str) -> bool:
-        return len({checkpoint.stored(f"{LAYER}{name}.weight".format(0)) for name in (one, other)}) == 1
+        return len({config.tensors.stored(f"{LAYER}{name}.weight".format(0)) for name in (one, other)}) == 1
 
     shown = [*([FUSED_QKV] if fuses(QUERIES, KEYS) else []), *([] if fuses(GATE, UP) else [PARTS[GATE]])]
-    return [f"{BLOCK}{name}.weight".format(0) for name in shown]
+    return [f"{BLOCK}{name}.weight".format(_attending(config) if name == FUSED_QKV else 0) for name in shown]
+
+
+def _attending(config: DecoderConfig) -> int:
+    """Return the index of the first layer with attention."""
+    return next(index for index, layer in enumerate(config.layers) if layer.attention)
 
 
 def _fused(config: DecoderConfig, stored: Collection[str]) -> dict[str, Rows]:
-    """Return the parts of fused tensors: queries, keys and values, and gate and up of the feed-forward block."""
+    """Return the parts of fused tensors: queries, keys, values and gates, and gate and up of feed-forward blocks."""
     of, mlp = config.attention, config.layers[0].mlp
     found: dict[str, Rows] = {}
-    if f"{BLOCK}{FUSED_QKV}.weight".format(0) in stored:
+    if of.gated:
+        found |= _consecutive(PARTS[QUERIES], {QUERIES: of.head_dim, GATES: of.head_dim})
+    elif f"{BLOCK}{FUSED_QKV}.weight".format(_attending(config)) in stored:
         found |= _consecutive(FUSED_QKV, {QUERIES: of.query_size, KEYS: of.key_size, VALUES: of.key_size})
     if isinstance(mlp, Mlp) and mlp.gated and f"{BLOCK}{PARTS[GATE]}.weight".format(0) not in stored:
         found |= _consecutive(PARTS[UP], {GATE: mlp.size, UP: mlp.size})
@@ -329,14 +346,17 @@ def _common(facts: _Facts, family: GgufFamily, scaling: str) -> dict[str, Any]:
     table = file.tensors.get(GGUF_TABLE)
     if table is None or len(table.shape) != 2:
         raise ModelError(f"{file.path} has no matrix {GGUF_TABLE}", _DAMAGED)
-    hidden, heads, layers = (facts.count(key) for key in ("embedding_length", "attention.head_count", "block_count"))
+    hidden, heads = (facts.count(key) for key in ("embedding_length", "attention.head_count"))
+    layers, behind = facts.layers(family.behind)
+    keys, kinds = _key_heads(facts, family, heads, layers)
     head_dim = facts.count("attention.key_length", hidden // heads, MOST_HEAD_DIM)
     return {
         "vocab_size": table.shape[0],
         "hidden_size": hidden,
         "num_hidden_layers": layers,
+        "num_nextn_predict_layers": behind,
         "num_attention_heads": heads,
-        "num_key_value_heads": facts.count("attention.head_count_kv", heads),
+        "num_key_value_heads": keys,
         "head_dim": head_dim,
         "intermediate_size": facts.count("feed_forward_length"),
         family.norm_eps: facts.number(family.stored_norm_eps),
@@ -345,12 +365,25 @@ def _common(facts: _Facts, family: GgufFamily, scaling: str) -> dict[str, Any]:
         "partial_rotary_factor": _share(facts.count("rope.dimension_count", head_dim), head_dim),
         "max_position_embeddings": facts.count("context_length"),
         "tie_word_embeddings": GGUF_HEAD not in file.tensors,
-        "attention_bias": "blk.0.attn_output.bias" in file.tensors,
+        "attention_bias": any(name.endswith("attn_output.bias") for name in file.tensors),
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
         **_windows(facts, family.windows, layers),
+        **kinds,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_tokens(file, table.shape[0]),
     }
+
+
+def _key_heads(facts: _Facts, family: GgufFamily, heads: int, layers: int) -> tuple[int, dict[str, Any]]:
+    """Return the number of key heads, and the types of layers if some have none."""
+    key = "attention.head_count_kv"
+    given = facts.raw(key)
+    if family.keyless is None or not isinstance(given, list):
+        return facts.count(key, heads), {}
+    own = [each for each in given if each != 0]
+    if len(given) != layers or not own or any(each != own[0] for each in own):
+        raise facts.wrong(key, given, f"0 or the same number for each of {layers} layers")
+    return facts.whole(key, own[0], MOST), {"layer_types": [family.keyless if each == 0 else FULL for each in given]}
 
 
 def _neutral(config: Mapping[str, Any], scaling: str) -> dict[str, tuple[Any, ...]]:
@@ -380,7 +413,8 @@ def read_gguf_decoder(file: GgufFile, config: Mapping[str, Any]) -> DecoderConfi
             _OTHER,
         ) from error
     size = config["sliding_window"]
-    windows = tuple(size if kind == SLIDING else None for kind in config["layer_types"])
+    slides = [kind == SLIDING or bool(decoder.states) for kind in config["layer_types"]]
+    windows = tuple(size if each else None for each in slides)
     if decoder.windows != (windows if any(windows) else ()):
         raise ModelError(
             f"{file.path} has a sliding window of {size} positions, which is not implemented for {name}", _OTHER
@@ -446,7 +480,8 @@ class _Facts:
     def read(self, wanted: Wanted, config: Mapping[str, Any]) -> Any:
         """Return the value of one of a family's own keys; config: the keys so far."""
         if isinstance(wanted, Count):
-            return self.count(wanted.key, None if wanted.default is None else self.count(wanted.default))
+            other = wanted.default
+            return self.count(wanted.key, self.count(other) if isinstance(other, str) else other)
         if isinstance(wanted, TokenId):
             return self.token(wanted.key, config["vocab_size"])
         if isinstance(wanted, HasTensor):
@@ -467,7 +502,16 @@ class _Facts:
 
     def count(self, key: str, default: int | None = None, most: int = MOST) -> int:
         """Return a whole number of at least 1."""
-        value = self._present(key, default)
+        return self.whole(key, self._present(key, default), most)
+
+    def layers(self, behind: str | None) -> tuple[int, int]:
+        """Return the numbers of layers and of heads behind them. behind: see `GgufFamily`."""
+        blocks = self.count("block_count")
+        heads = self.count(behind, most=blocks - 1) if behind and self.has(behind) else 0
+        return blocks - heads, heads
+
+    def whole(self, key: str, value: Any, most: int) -> int:
+        """Check that a value is a whole number of at least 1."""
         if not is_whole(value) or not 1 <= value <= most:
             raise self.wrong(key, value, f"a whole number from 1 to {most}")
         return int(value)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,14 +24,29 @@ from speculant.models import (
     CheckpointFiles,
     DecoderConfig,
     Number,
+    QuantizedBlocks,
     Truth,
     gguf_families,
     load_model,
     read_gguf_config,
     read_gguf_decoder,
+    read_plain,
 )
 from tests.gguf_models import convert
-from tests.unit.models.families import EXPERTS, MULTIPLIED, PADDED, SCALED, T5, VARIANTS, Pair, Session, make_pair
+from tests.unit.models.families import (
+    CONV,
+    DELTA,
+    EXPERTS,
+    FULL,
+    MULTIPLIED,
+    PADDED,
+    SCALED,
+    T5,
+    VARIANTS,
+    Pair,
+    Session,
+    make_pair,
+)
 from tests.unit.models.test_gguf_models import same_as_decoded
 
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8}
@@ -56,6 +72,12 @@ STORED: dict[str, dict[str, dict[str, Any]]] = {
     "mistral": {"v0.3": {"sliding_window": None}, "nemo": {"sliding_window": None, "head_dim": 12}},
     "qwen2": {"plain": {}, "yarn": {"tie_word_embeddings": True, "rope_parameters": {**YARN, "beta_fast": 8.0}}},
     "qwen3": {"plain": {"head_dim": 16}, "tied": {"head_dim": 8, "tie_word_embeddings": True}},
+    "qwen3_5_text": {name: VARIANTS["qwen3_5_text"][name] for name in ("plain", "one to one")}
+    | {"tied": {**DELTA, "tie_word_embeddings": True, "linear_num_value_heads": 6, "full_attention_interval": 3}},
+    "lfm2": {
+        "plain": VARIANTS["lfm2"]["plain"],
+        "untied": {**VARIANTS["lfm2"]["untied"], "block_auto_adjust_ff_dim": False},
+    },
     "gemma2": {
         "plain": {**GEMMA, "sliding_window": 6},
         "other caps": {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
@@ -144,7 +166,12 @@ WIDE = {
     "num_hidden_layers": 2,
     "vocab_size": 96,
 }
-WIDE_T5 = {"d_kv": 64, "d_ff": 256, "num_layers": 2}  # beside these
+WIDE_OWN: dict[str, dict[str, Any]] = {
+    **{family: {"d_kv": 64, "d_ff": 256, "num_layers": 2} for family in ("t5", "umt5")},
+    "gpt2": {"intermediate_size": 1024},
+    "lfm2": {"layer_types": [CONV, FULL]},
+    "qwen3_5_text": {"linear_value_head_dim": 64, "full_attention_interval": 2},
+}
 UNCHECKED = {"attention.temperature_scale": (1e-40,), "rope.scaling.original_context_length": (1e-40, 1e39)}
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 TOKENS = [token % 61 for token in range(40, 72)]
@@ -167,9 +194,8 @@ class Files:
     def __getitem__(self, case: tuple[str, str]) -> tuple[Pair, Path]:
         if case not in self._made:
             family, variant = case
-            inner = {"intermediate_size": 256 * (4 if family == "gpt2" else 1)}
-            own = WIDE_T5 if "t5" in family else {}
-            settings = {**self._settings, **inner, **own} if self._settings else {}
+            own = WIDE_OWN.get(family, {})
+            settings = {**self._settings, "intermediate_size": 256, **own} if self._settings else {}
             pair = pair_of(self._root / "-".join(case), family, variant, **settings)
             if self._settings:
                 calm(pair.folder / "model.safetensors")
@@ -277,6 +303,92 @@ def test_fused_queries_keys_and_values_are_read_in_any_family(files: Files, tmp_
     assert torch.equal(Session(own).extend(TOKENS), Session(other).extend(TOKENS))
 
 
+# --- layers with a state
+
+
+def test_a_state_s_heads_stay_in_blocks_or_get_an_order(wide: Files, tmp_path: Path) -> None:
+    """Heads have 64 columns of the last projection: blocks of 32 move with them, and those of 256 hold four heads."""
+    pair, name = wide["qwen3_5_text", "plain"][0], "model.layers.0.linear_attn.out_proj.weight"
+    plain = read_plain(CheckpointFiles.open(pair.folder).weights, name)
+    for kind, has_order in (("F16", False), ("Q8_0", False), ("Q4_K", True)):
+        weights = CheckpointFiles.open(convert(pair.folder, tmp_path / f"{kind}.gguf", kind)).weights
+        found, order = weights.read(name), weights.order(name)
+        assert (order is not None, isinstance(found, QuantizedBlocks)) == (has_order, kind != "F16")
+        assert weights.kind(name) == kind
+        assert not has_order or (isinstance(found, QuantizedBlocks) and found.order is not None)
+        torch.testing.assert_close(
+            read_plain(weights, name).float(), plain, rtol=0, atol=0.1 * float(plain.abs().max())
+        )
+
+
+def test_heads_behind_the_layers_are_left_unread(files: Files, tmp_path: Path) -> None:
+    pair, path = files["qwen3_5_text", "plain"]
+    extra = {
+        "blk.4.nextn.eh_proj.weight": np.ones((32, 64), np.float32),
+        "blk.4.attn_norm.weight": np.ones(32, np.float32),
+    }
+    entries = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+    both = convert(pair.folder, tmp_path / "model.gguf", metadata=entries, extra=extra)
+    own, other = (load_model(str(each), kernels="reference").model for each in (both, path))
+    assert torch.equal(Session(own).extend(TOKENS), Session(other).extend(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("family", "entries", "words"),
+    [
+        ("qwen3_5_text", {"nextn_predict_layers": 4}, r"nextn_predict_layers = 4, not a whole number from 1 to 3"),
+        ("qwen3_5_text", {"full_attention_interval": 9}, "4 layers without attention"),
+        ("qwen3_5_text", {"full_attention_interval": 0}, "full_attention_interval = 0"),
+        ("qwen3_5_text", {"ssm.group_count": 3}, "4 heads for 3 keys"),
+        ("qwen3_5_text", {"ssm.inner_size": 3}, "linear_value_head_dim = 0"),
+        ("qwen3_5_text", {"ssm.state_size": None}, r"no metadata entry qwen35\.ssm\.state_size"),
+        (
+            "lfm2",
+            {"attention.head_count_kv": [0, 0, 0, 0]},
+            r"head_count_kv = \[0, 0, 0, 0\], not 0 or the same number",
+        ),
+        ("lfm2", {"attention.head_count_kv": [0, 0, 2]}, r"head_count_kv = \[0, 0, 2\], not 0 or the same number"),
+        ("lfm2", {"attention.head_count_kv": [1, 0, 2, 0]}, "not 0 or the same number for each of 4 layers"),
+        ("lfm2", {"attention.head_count_kv": [0, "x", 0, 0]}, "head_count_kv"),
+        ("lfm2", {"attention.head_count_kv": [0, [2], 0, 0]}, "head_count_kv"),
+        ("lfm2", {"attention.head_count_kv": [0, 0, -2, 0]}, "head_count_kv"),
+        ("lfm2", {"shortconv.l_cache": 2**30}, "conv_L_cache"),
+    ],
+    ids=str,
+)
+def test_sizes_of_states_are_checked(files: Files, family: str, entries: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        described(opened(files, family), entries)
+
+
+@pytest.mark.parametrize(
+    ("family", "entries", "words"),
+    [
+        ("qwen3_5_text", {"qwen35.ssm.conv_kernel": 3}, r"ssm_conv1d\.weight is \[80, 4\]"),
+        ("qwen3_5_text", {"qwen35.full_attention_interval": 2}, "missing"),
+        ("qwen3_5_text", {"qwen35.ssm.time_step_rank": 2}, "ssm_a is"),
+        ("lfm2", {"lfm2.shortconv.l_cache": 4}, r"shortconv\.conv\.weight is \[32, 3\]"),
+        ("lfm2", {"lfm2.attention.head_count_kv": 2}, "missing"),
+    ],
+    ids=str,
+)
+def test_states_of_other_sizes_are_refused(
+    files: Files, tmp_path: Path, family: str, entries: dict[str, Any], words: str
+) -> None:
+    path = convert(files[family, "plain"][0].folder, tmp_path / "model.gguf", metadata=entries)
+    with pytest.raises(ModelError, match=words):
+        load_model(str(path), kernels="reference")
+
+
+def test_a_state_that_would_grow_is_refused(files: Files, tmp_path: Path) -> None:
+    path = convert(files["qwen3_5_text", "plain"][0].folder, tmp_path / "model.gguf")
+    place, content = GgufFile.open(path).tensors["blk.1.ssm_a"], bytearray(path.read_bytes())
+    content[place.offset : place.offset + 4] = np.float32(0.5).tobytes()
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=r"blk\.1\.ssm_a has numbers above 0"):
+        load_model(str(path), kernels="reference")
+
+
 # --- metadata
 
 
@@ -332,7 +444,7 @@ def test_patterns_of_windows_are_checked(files: Files, pattern: Any) -> None:
         described(opened(files, "gemma2"), {PATTERN: pattern})
 
 
-@pytest.mark.parametrize("family", ["llama", "granite", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "granite", "gpt2", "gpt_neox", "lfm2", "qwen3_5_text"])
 def test_windows_that_a_family_does_not_have_are_refused(files: Files, family: str) -> None:
     with pytest.raises(ModelError, match=f"a sliding window of 9 positions, which is not implemented for {family}"):
         described(opened(files, family), {WINDOW: 9})

@@ -85,7 +85,10 @@ _ROLES = {  # names in the model by names in the file; attn_qkv has a type betwe
     "ffn_down": "down_proj",
     "ffn_down_exps": "down_proj",
 }
-_PLAIN = ("ffn_gate_inp", "position_embd", "per_layer_token_embd", "attn_rel_b")  # matrices that are not rounded
+_PLAIN = (
+    *("ffn_gate_inp", "position_embd", "per_layer_token_embd", "attn_rel_b"),
+    *("ssm_conv1d", "ssm_alpha", "ssm_beta", "conv"),
+)  # matrices that are not rounded
 _OWN = (
     "GGUF.",
     ARCHITECTURE,
@@ -98,7 +101,10 @@ _DESCRIBES = "rope_"  # begins the names of tensors that are part of the descrip
 _FILE_TYPES = {"int4": 15, "int8": 7, "q8_0": 7, "q4_0": 2}  # llama.cpp's numbers for the type of most tensors
 
 
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"phi3": {"original_max_position_embeddings": 4096}}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "phi3": {"original_max_position_embeddings": 4096},
+    "qwen3_5_text": {"mrope_section": [11, 11, 10]},
+}
 """Entries that a config.json may leave to its family, and that its description does not show."""
 
 
@@ -135,8 +141,8 @@ def read_folder(folder: Path) -> GgufModel:
         )
     files = CheckpointFiles.open(folder)
     config, decoder = files.config, files.decoder
-    stored = {stored_name(decoder.tensors.expression(own)) for own in tensor_shapes(decoder)}
-    if files.tensors.quantised_kinds() or any(len(files.tensors.shape(each)) > 2 for each in stored):
+    stored = {stored_name(decoder.tensors.expression(own)): len(shape) for own, shape in tensor_shapes(decoder).items()}
+    if files.tensors.quantised_kinds() or any(len(files.tensors.shape(each)) > own for each, own in stored.items()):
         raise ModelError(f"{folder} has weights that are quantised or stacked", "use the checkpoint it was made from.")
     tensors = _stored(files, known[name])
     if decoder.encoder is not None and decoder.head.scale == 1:  # readers scale the logits of a file without a head
@@ -157,12 +163,17 @@ def _stored(files: CheckpointFiles, family: GgufFamily) -> dict[str, StoredTenso
         found.setdefault(names.stored(own), []).append(own)
 
     def read(stored: str) -> Tensor:
-        return stored_tensors({own: read_plain(weights, own) for own in found[stored]}, names)[stored]
+        return stored_tensors({own: _exact(read_plain(weights, own)) for own in found[stored]}, names)[stored]
 
     return {
         stored: StoredTensor(stored_shape(names.expression(own[0]), shapes[own[0]]), partial(read, stored))
         for stored, own in found.items()
     }
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    """Return numbers that may change, all but those of matrices, in the type that files store them in."""
+    return tensor if tensor.ndim == 2 else tensor.float()
 
 
 def _numbered(name: str) -> list[tuple[int, str]]:
@@ -282,7 +293,7 @@ def _decoder_entries(config: Config, decoder: DecoderConfig) -> Entries:
         "embedding_length": decoder.hidden_size,
         "feed_forward_length": decoder.layers[0].mlp.size,
         "attention.head_count": of.heads,
-        "attention.head_count_kv": of.kv_heads,
+        "attention.head_count_kv": _key_heads(config, decoder),
         "attention.key_length": of.head_dim,
         "attention.value_length": of.head_dim,
         f"attention.layer_norm_{'rms_' if decoder.norm.kind == 'rms' else ''}epsilon": decoder.norm.eps,
@@ -290,6 +301,13 @@ def _decoder_entries(config: Config, decoder: DecoderConfig) -> Entries:
         **_windows(decoder),
         **_experts(config, decoder),
     }
+
+
+def _key_heads(config: Config, decoder: DecoderConfig) -> int | list[int]:
+    """Return the number of key heads, or that of each layer where the family says it so."""
+    if gguf_families()[config["model_type"]].keyless is None or not decoder.states:
+        return decoder.attention.kv_heads
+    return [layer.attention.kv_heads if layer.attention else 0 for layer in decoder.layers]
 
 
 def _encoder_decoder_entries(config: Config, decoder: DecoderConfig) -> Entries:
@@ -355,12 +373,14 @@ def _positions(config: Config, decoder: DecoderConfig) -> Entries:
     rope, rotated = _rope(decoder)
     if rope is None:
         return {}
-    found = {"rope.freq_base": rope.theta, "rope.dimension_count": rotated}
+    found: Entries = {"rope.freq_base": rope.theta, "rope.dimension_count": rotated}
     sliding = next((of.rope for of in decoder.attentions if of.window), None)
     if sliding:
         found["rope.freq_base_swa"] = sliding.theta
     if rope.original_max_positions:
         found["rope.scaling.original_context_length"] = rope.original_max_positions
+    if sections := _settings(config).get("mrope_section", config.get("mrope_section")):
+        found["rope.dimension_sections"] = [*sections, 0, 0, 0, 0][:4]
     return found | _scaling(config, decoder, rope)
 
 

@@ -20,10 +20,20 @@ from speculant.models.config import (
     read_norm,
     whole_numbers,
 )
-from speculant.models.description import DecoderConfig, Layer, Mlp, State, map_modules
+from speculant.models.description import DecoderConfig, Layer, Mlp, State, Unsqueezed, map_modules
+from speculant.models.gguf import BLOCK, Count, GgufFamily
 from speculant.models.sizes import BEFORE_ATTENTION, BEFORE_MLP, LAYER, SELF, STATE
 
 CONV = "conv"
+GGUF = GgufFamily("lfm2", norm_eps="norm_eps", keyless=CONV, tensors=map_modules(LAYER, BLOCK, {
+    f"{STATE}in_proj": "shortconv.in_proj", f"{STATE}conv1d": Unsqueezed("shortconv.conv"),
+    f"{STATE}out_proj": "shortconv.out_proj",
+}, {"model.norm": "token_embd_norm"}), config={
+    "conv_L_cache": Count("shortconv.l_cache", of=lambda decoder: next(
+        (of.conv for of in decoder.states if of), None
+    )),
+    "block_auto_adjust_ff_dim": lambda _: False,
+})  # fmt: skip
 TENSORS = map_modules(LAYER, LAYER, {
     f"{STATE}in_proj": "conv.in_proj", f"{STATE}conv1d": "conv.conv", f"{STATE}out_proj": "conv.out_proj",
     f"{SELF}q_norm": f"{SELF}q_layernorm", f"{SELF}k_norm": f"{SELF}k_layernorm", f"{SELF}o_proj": f"{SELF}out_proj",

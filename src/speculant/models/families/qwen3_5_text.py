@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from speculant.models.config import (
@@ -20,10 +20,68 @@ from speculant.models.config import (
     read_norm,
     read_rope,
 )
-from speculant.models.description import DecoderConfig, Expression, Layer, Rows, State, TensorMap
-from speculant.models.sizes import LAYER, SELF
+from speculant.models.description import (
+    DecoderConfig,
+    Expression,
+    Layer,
+    LogOfNegative,
+    Rows,
+    State,
+    TensorMap,
+    Unsqueezed,
+    Untiled,
+    UntiledColumns,
+    map_modules,
+)
+from speculant.models.gguf import BLOCK, Count, GgufFamily
+from speculant.models.sizes import BEFORE_MLP, LAYER, SELF, STATE
 
-_CONV = 4
+_CONV, _INTERVAL = 4, 4
+
+
+def _of_state(field: str) -> Callable[[DecoderConfig], int | None]:
+    """Return what reads a size of the state; None = no layer has one."""
+    return lambda decoder: next((getattr(of, field) for of in decoder.states if of), None)
+
+
+def _gguf_tensors(decoder: DecoderConfig) -> TensorMap:
+    """Return where GGUF files hold what other families lack. In them, the heads of values are tiled."""
+    found = map_modules(LAYER, BLOCK, {BEFORE_MLP: "post_attention_norm"}).names
+    of = next(filter(None, decoder.states), None)
+    if of is None:
+        return TensorMap(found)
+    groups = of.heads, of.key_heads
+    own: dict[str, Expression] = {
+        "in_proj_qkv.weight": Untiled(f"{BLOCK}attn_qkv.weight", *groups, first=2 * of.key_size),
+        "in_proj_z.weight": Untiled(f"{BLOCK}attn_gate.weight", *groups),
+        "in_proj_b.weight": Untiled(f"{BLOCK}ssm_beta.weight", *groups),
+        "in_proj_a.weight": Untiled(f"{BLOCK}ssm_alpha.weight", *groups),
+        "conv1d.weight": Unsqueezed(Untiled(f"{BLOCK}ssm_conv1d.weight", *groups, first=2 * of.key_size)),
+        "A_log": LogOfNegative(Untiled(f"{BLOCK}ssm_a", *groups)),
+        "dt_bias": Untiled(f"{BLOCK}ssm_dt.bias", *groups),
+        "norm.weight": f"{BLOCK}ssm_norm.weight",
+        "out_proj.weight": UntiledColumns(f"{BLOCK}ssm_out.weight", *groups),
+    }
+    return TensorMap((*found, *((f"{LAYER}{STATE}{name}", made) for name, made in own.items())))
+
+
+def _layer_types(hf: Mapping[str, Any]) -> list[str]:
+    interval = count(hf, "full_attention_interval", _INTERVAL)
+    return read_layer_types(hf, lambda index: (index + 1) % interval == 0, LINEAR)
+
+
+GGUF = GgufFamily("qwen35", behind="nextn_predict_layers", tensors=_gguf_tensors, config={
+    "full_attention_interval": Count("full_attention_interval", _INTERVAL, lambda decoder: 1 + next(
+        index for index, layer in enumerate(decoder.layers) if layer.attention
+    )),
+    "layer_types": lambda config: _layer_types({**config, "layer_types": None}),
+    "linear_conv_kernel_dim": Count("ssm.conv_kernel", of=_of_state("conv")),
+    "linear_num_key_heads": Count("ssm.group_count", of=_of_state("key_heads")),
+    "linear_num_value_heads": Count("ssm.time_step_rank", of=_of_state("heads")),
+    "linear_key_head_dim": Count("ssm.state_size", of=_of_state("key_dim")),
+    "linear_inner_size": Count("ssm.inner_size", of=_of_state("size")),
+    "linear_value_head_dim": lambda config: config["linear_inner_size"] // config["linear_num_value_heads"],
+})  # fmt: skip
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -35,9 +93,8 @@ def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     state, mlp, made = read_delta_rule(hf), read_mlp(hf), dict[str, Layer]()
     made[FULL] = Layer(attention, mlp, norm, norm)
     made[LINEAR] = Layer(None, mlp, norm, norm, state=state)
-    interval = count(hf, "full_attention_interval", 4)
-    kinds = read_layer_types(hf, lambda index: (index + 1) % interval == 0, LINEAR)
-    return read_decoder(hf, layers_of(kinds, made.__getitem__), TensorMap(tuple(_gates(head_dim).items())), norm)
+    layers = layers_of(_layer_types(hf), made.__getitem__)
+    return read_decoder(hf, layers, TensorMap(tuple(_gates(head_dim).items())), norm)
 
 
 def read_delta_rule(hf: Mapping[str, Any]) -> State:

@@ -304,7 +304,8 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], StoredWeights, DecoderConfig
     """Read the header of a GGUF file."""
     file = GgufFile.open(path)
     config = read_gguf_config(file)
-    return config, gguf_weights(file), read_gguf_decoder(file, config)
+    decoder = read_gguf_decoder(file, config)
+    return config, without_heads(gguf_weights(file), config, decoder.num_layers), decoder
 
 
 def _check_rounding(tensors: StoredWeights, quantization: str | None) -> None:

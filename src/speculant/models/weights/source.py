@@ -35,11 +35,15 @@ from speculant.models.description import (
     SAME_NAMES,
     Columns,
     Expression,
+    LogOfNegative,
+    Operation,
     Picked,
     Plus,
     RowOperation,
     Stacked,
     TensorMap,
+    Unsqueezed,
+    UntiledColumns,
     stored_name,
 )
 
@@ -379,6 +383,32 @@ def _take_columns(stored: Tensor | QuantizedBlocks, columns: Columns) -> Tensor 
     return stored.narrow(-1, columns.first, columns.size).contiguous()
 
 
+def _untile_columns(stored: Tensor | QuantizedBlocks, made: UntiledColumns) -> Tensor | QuantizedBlocks:
+    """Return a matrix with its columns in the model's order; blocks across heads stay in place and get an order."""
+    if not isinstance(stored, QuantizedBlocks):
+        return _untile_bytes(stored.contiguous(), made)
+    if stored.order is not None:
+        return _untile_bytes(_plain(stored, stored_name(made)), made)
+    if _divides_heads(made, stored.layout, stored.shape[-1]):
+        return replace(stored, blocks=_untile_bytes(stored.blocks, made))
+    return replace(stored, order=_order_of(made, stored.shape[-1]))
+
+
+def _untile_bytes(rows: Tensor, made: UntiledColumns) -> Tensor:
+    """Move the equal parts that the heads have of each row."""
+    heads = rows.view(torch.uint8).numpy().reshape(len(rows), made.heads, -1)[:, made.columns(made.heads)]
+    return torch.from_numpy(heads.reshape(len(rows), -1)).view(rows.dtype)
+
+
+def _order_of(made: UntiledColumns, width: int) -> Tensor:
+    return torch.tensor(made.order(width), dtype=torch.int32, device="cpu")
+
+
+def _divides_heads(made: UntiledColumns, kind: str, width: int) -> bool:
+    """Whether each head's columns are whole blocks of a kind."""
+    return _has_whole_blocks(Columns(made.of, 0, width // made.heads, width), kind)
+
+
 def take_stacked(stored: Tensor | QuantizedBlocks, index: int) -> Tensor | QuantizedBlocks:
     """Return one of stacked tensors; blocks stay blocks."""
     if not isinstance(stored, QuantizedBlocks):
@@ -454,7 +484,8 @@ class Mapped(WeightSource):
 
     @override
     def order(self, name: str) -> Tensor | None:
-        return None if self.kind(name) in FLOATS else self.source.order(self.tensors.stored(name))
+        made, width = self.tensors.expression(name), self.shapes[name][-1]
+        return None if self.kind(name) in FLOATS else _order(self.source, made, width)
 
     @override
     def read(self, name: str) -> Tensor | QuantizedBlocks:
@@ -474,13 +505,23 @@ class Mapped(WeightSource):
 def _keeps_blocks(made: Expression, kind: str, is_ordered: bool = False) -> bool:
     """Whether an expression only selects rows, matrices and whole blocks of a kind.
 
-    is_ordered: the blocks' columns have an order; then no columns are selected.
+    is_ordered: the blocks' columns have an order; then no columns are selected or moved.
     """
     if isinstance(made, str):
         return True
-    divides = isinstance(made, Columns) and (is_ordered or not _has_whole_blocks(made, kind))
-    selects = isinstance(made, RowOperation | Stacked | Columns) and not divides
+    divides = isinstance(made, Columns) and not _has_whole_blocks(made, kind)
+    moves = is_ordered and isinstance(made, Columns | UntiledColumns)
+    selects = isinstance(made, RowOperation | Stacked | Columns | UntiledColumns) and not divides and not moves
     return selects and _keeps_blocks(made.of, kind, is_ordered)
+
+
+def _order(source: WeightSource, made: Expression, width: int) -> Tensor | None:
+    """Return the order of the columns of blocks; see `WeightSource.order`."""
+    if isinstance(made, str):
+        return source.order(made)
+    if isinstance(made, UntiledColumns) and not _divides_heads(made, source.kind(stored_name(made)), width):
+        return _order_of(made, width)
+    return _order(source, made.of, width)
 
 
 def _has_whole_blocks(columns: Columns, kind: str) -> bool:
@@ -501,9 +542,24 @@ def _made(source: WeightSource, made: Expression, shape: tuple[int, ...]) -> Ten
             return take_rows(_made(source, made.of, made.stored_shape(shape)), made.rows(shape[0]))
         case Columns():
             return _take_columns(_made(source, made.of, made.stored_shape(shape)), made)
+        case UntiledColumns():
+            return _untile_columns(_made(source, made.of, shape), made)
         case Stacked(of=str()):
             return source.read_stacked(stored_name(made), made.index)
         case Stacked():
             return take_stacked(_made(source, made.of, made.stored_shape(shape)), made.index)
-    tensor = _plain(_made(source, made.of, made.stored_shape(shape)), stored_name(made))
-    return tensor.float() + made.number if isinstance(made, Plus) else tensor.t().contiguous()
+    return _computed(made, _plain(_made(source, made.of, made.stored_shape(shape)), stored_name(made)))
+
+
+def _computed(made: Operation, tensor: Tensor) -> Tensor:
+    """Return the numbers that an operation makes of others."""
+    match made:
+        case Plus():
+            return tensor.float() + made.number
+        case LogOfNegative():
+            if bool((tensor > 0).any()):
+                raise ModelError(f"{stored_name(made)} has numbers above 0", "download the file again.")
+            return (-tensor.double()).log().float()
+        case Unsqueezed():
+            return tensor.unsqueeze(1) if tensor.ndim == 2 else tensor
+    return tensor.t().contiguous()

@@ -259,7 +259,7 @@ def test_tensors_are_those_of_llama_cpp(tmp_path: Path, family: str, variant: st
     write_own(tmp_path, family, {**SMALL, "num_experts_per_tok": 2, **STORED[family][variant]})
     files, tensors = CheckpointFiles.open(tmp_path), load_file(tmp_path / "model.safetensors")
     used = {files.decoder.tensors.stored(name): name for name in files.weights.names()}
-    expected = converted({name: tensors[name] for name in used}, family, files.decoder.attention)
+    expected = converted({name: tensors[name] for name in used}, family, files.decoder)
     written = {name: each for name, each in gguf.read_folder(tmp_path).tensors.items() if not name.startswith("rope_")}
     if "t5" in family and files.decoder.head.tied and files.decoder.head.scale == 1:
         expected["output.weight"] = expected["token_embd.weight"]
