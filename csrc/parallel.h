@@ -23,6 +23,9 @@ struct alignas(64) WorkQueue {
   int64_t found[2];  // numbers of work items of later stages, which an item of this one sets
   alignas(64) int64_t done;
 
+  // The item that the next thread takes; there may be no such item.
+  int64_t next() const { return __atomic_load_n(&taken, __ATOMIC_RELAXED); }
+
   template <typename Work>
   void run(int64_t count, Work work) {
     if (count <= 0) return;

@@ -45,6 +45,9 @@ static inline Vec zero() { return _mm512_setzero_ps(); }
 static inline Vec splat(float x) { return _mm512_set1_ps(x); }
 static inline Vec load(const float *p) { return _mm512_loadu_ps(p); }
 static inline void store(float *p, Vec v) { _mm512_storeu_ps(p, v); }
+// Past the caches, to the address of a whole vector; threads see it after `finish_streams`.
+static inline void stream(float *p, Vec v) { _mm512_stream_ps(p, v); }
+static inline void finish_streams() { _mm_sfence(); }
 static inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 static inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 static inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
@@ -184,6 +187,8 @@ static inline Vec zero() { return _mm256_setzero_ps(); }
 static inline Vec splat(float x) { return _mm256_set1_ps(x); }
 static inline Vec load(const float *p) { return _mm256_loadu_ps(p); }
 static inline void store(float *p, Vec v) { _mm256_storeu_ps(p, v); }
+static inline void stream(float *p, Vec v) { _mm256_stream_ps(p, v); }
+static inline void finish_streams() { _mm_sfence(); }
 static inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 static inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 static inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
@@ -295,6 +300,8 @@ static inline Vec zero() { return {Floats{}}; }
 static inline Vec splat(float x) { return {x - Floats{}}; }
 static inline Vec load(const float *p) { Vec out; memcpy(&out, p, sizeof out); return out; }
 static inline void store(float *p, Vec v) { memcpy(p, &v, sizeof v); }
+static inline void stream(float *p, Vec v) { store(p, v); }
+static inline void finish_streams() {}
 static inline Vec add(Vec a, Vec b) { return {a.at + b.at}; }
 static inline Vec sub(Vec a, Vec b) { return {a.at - b.at}; }
 static inline Vec mul(Vec a, Vec b) { return {a.at * b.at}; }

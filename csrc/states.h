@@ -180,21 +180,25 @@ static inline void run_step(const StepBlock &block, int64_t step, int64_t first,
   const Vec decay = splat(block.decays[step]), beta = splat(block.betas[step]);
   Vec d[VECS], sum[VECS];
   for (int v = 0; v < VECS; v++) d[v] = sum[v] = zero();
-  for (int64_t i = 0; i < block.k; i++)
+  for (int64_t i = 0; i < block.k; i++) {
+    const Vec key = splat(keys[i]);
     for (int v = 0; v < VECS; v++) {
       float *at = state + (i * VECS + v) * LANES;
       const Vec own = decayed(load(at), decay);
       store(at, own);
-      d[v] = add(d[v], mul(own, splat(keys[i])));
+      d[v] = add(d[v], mul(own, key));
     }
+  }
   for (int v = 0; v < VECS; v++) store(values + v * LANES, d[v] = mul(beta, sub(load(values + v * LANES), d[v])));
-  for (int64_t i = 0; i < block.k; i++)
+  for (int64_t i = 0; i < block.k; i++) {
+    const Vec key = splat(keys[i]), query = splat(queries[i]);
     for (int v = 0; v < VECS; v++) {
       float *at = state + (i * VECS + v) * LANES;
-      const Vec own = updated(load(at), splat(keys[i]), d[v]);
+      const Vec own = updated(load(at), key, d[v]);
       store(at, own);
-      sum[v] = add(sum[v], mul(own, splat(queries[i])));
+      sum[v] = add(sum[v], mul(own, query));
     }
+  }
   for (int v = 0; v < VECS; v++) store(results + v * LANES, sum[v]);
 }
 
@@ -244,8 +248,15 @@ struct Recurrence {
     for_each_vector([&](int64_t from, int64_t count, float *at) { store(at, load_up_to(records.read + from, count)); });
   }
 
-  void store_state(float *record) const {
-    if (record) for_each_vector([&](int64_t to, int64_t count, float *at) { store_up_to(record + to, load(at), count); });
+  // Past the caches if possible: until the state is read again, a pass reads all weights. Meanwhile fetch the next item's state.
+  void store_state(float *record, const float *next) const {
+    if (!record) return;
+    const bool whole = op.dim % LANES == 0 && (uintptr_t)(record + head * op.k * op.dim) % (LANES * sizeof(float)) == 0;
+    for_each_vector([&](int64_t to, int64_t count, float *at) {
+      if (next) prefetch(next + to - head * op.k * op.dim);
+      whole ? stream(record + to, load(at)) : store_up_to(record + to, load(at), count);
+    });
+    finish_streams();
   }
 
   float *update_of(float *record, int64_t position) const { return record + records.shape.update_at(position); }
@@ -315,11 +326,13 @@ struct Recurrence {
     return end;
   }
 
-  void run() {
+  // next(): the state that this thread will probably read next, or NULL.
+  template <typename Next>
+  void run(Next next) {
     load_state();
     for (int64_t position = segment.settled;; ) {
-      if (position == segment.saved) store_state(records.save);
-      if (position == settled_end(segment)) store_state(records.write);
+      if (position == segment.saved) store_state(records.save, nullptr);
+      if (position == settled_end(segment)) store_state(records.write, next());
       if (position == end_of(segment)) return;
       const int64_t end = block_end(position);
       run_block(position, end);
@@ -328,10 +341,18 @@ struct Recurrence {
   }
 };
 
-// A work item is a head of a sequence.
-static void run_recur(const SpOp &op, const SpPass &pass, int64_t item) {
+// The state that a work item reads; NULL = none.
+static inline const float *state_of(const SpOp &op, const SpPass &pass, int64_t item) {
+  if (item >= pass.num_segments * op.heads) return nullptr;
+  const SpSegment &segment = pass.segments[item / op.heads];
+  const float *read = segment.settled ? Records(op, pass, segment).read : nullptr;
+  return read ? read + item % op.heads * op.k * op.dim : nullptr;
+}
+
+// A work item of a stage is a head of a sequence.
+static void run_recur(const SpOp &op, const SpPass &pass, int64_t item, const WorkQueue &stage) {
   static thread_local List<float> memory;
-  Recurrence(op, pass, pass.segments[item / op.heads], item % op.heads, memory).run();
+  Recurrence(op, pass, pass.segments[item / op.heads], item % op.heads, memory).run([&] { return state_of(op, pass, stage.next()); });
 }
 
 }  // namespace SP_NAMESPACE

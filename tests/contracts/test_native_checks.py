@@ -14,6 +14,7 @@ from speculant.kernels import Bounds, Code, Op, Sizes
 from speculant.models import DecoderConfig, EncoderProgram, Experts, NativeDecoder, Program
 from speculant.models.families import gemma4_text
 from tests.contracts.test_native_descriptions import make_models, random_description
+from tests.contracts.test_native_state_models import describe as random_states
 from tests.descriptions import BART, describe, describe_pair
 from tests.native import SETS, needs_kernels
 from tests.unit.models.families import SMALL, VARIANTS
@@ -26,6 +27,8 @@ DESCRIPTIONS = {
     "experts": describe(experts=Experts(4, 2, 24, bias=True)),
     "pair": describe_pair(),
     "bart": describe_pair(**BART),
+    "states": random_states(7),
+    "other states": random_states(0),
     "inputs": gemma4_text.read_config({**SMALL, **VARIANTS["gemma4_text"]["plain"]}),
 }
 
@@ -68,12 +71,13 @@ def test_a_program_with_any_shorter_array_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["n", "k", "layer", "group", "rope", "rotated", "dim", "kv_heads", "heads", "used"])
-@pytest.mark.parametrize("name", ["random", "experts", "inputs"])
+@pytest.mark.parametrize("name", ["random", "experts", "inputs", "states"])
 def test_a_program_with_a_larger_size_is_refused(name: str, field: str) -> None:
     model = native(DESCRIPTIONS[name])
     changed = 0
     for op in model.program.ops:
-        if not (op.kv_heads if field in ("layer", "group") else getattr(op, field)):
+        ungrouped = field == "group" and op.code in (Code.CONVOLVE, Code.RECUR)
+        if ungrouped or not (op.kv_heads if field in ("layer", "group") else getattr(op, field)):
             continue  # the operation does not read it
         known = getattr(op, field)
         setattr(op, field, known + 1000)

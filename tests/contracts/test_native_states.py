@@ -150,8 +150,8 @@ def test_the_results_are_those_of_a_plain_loop(kernels: Kernels, kind: str) -> N
 
 
 @every_kind
-def test_the_bits_are_the_same_on_every_set_and_any_number_of_threads(kind: str) -> None:
-    """Those of convolutions, recurrences and norms: all of them."""
+def test_every_set_and_number_of_threads_gives_the_same_bits(kind: str) -> None:
+    """Of convolutions, recurrences and norms alike."""
     found = list[tuple[Tensor, Tensor]]()
     for isa in SETS:
         for threads in (1, 2):

@@ -108,7 +108,8 @@ def linears(
     """Yield the operations of a matrix that consists of these weights, by rows; each writes its own columns."""
     first = 0
     for weight in weights:
-        op = linear(weight, source, out[:, first:], None if bias is None else bias[first:], flags)
+        own = None if bias is None else bias[first : first + weight.n]
+        op = linear(weight, source, out[:, first:], own, flags)
         op.stride = out.stride(0)
         yield op
         first += weight.n
