@@ -25,10 +25,6 @@ from speculant.models import (
     State,
     build_batch,
 )
-<<<<<<< HEAD
-
-=======
->>>>>>> w-n
 from speculant.params import SamplingParams
 from speculant.sampling import KeyedChances, MostLikely
 from speculant.types import DraftTree
@@ -163,11 +159,7 @@ def test_a_draft_in_one_call_is_its_passes(seed: int) -> None:
     _, native = make_models(describe(seed), SETS[0])
     at_once = drawn(native, seed)
     with pytest.MonkeyPatch.context() as patch:
-<<<<<<< HEAD
-        patch.setattr("speculant.models.native.decoder.is_foreseeable", lambda chain: False)
-=======
         patch.setattr(NativeDecoder, "grow", lambda _, chains, *rest: chains)
->>>>>>> w-n
         stepwise = drawn(native, seed)
     for (tokens, probs), (others, theirs) in zip(at_once, stepwise, strict=True):
         assert tokens == others
