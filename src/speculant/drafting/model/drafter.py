@@ -160,6 +160,7 @@ class DraftModelRunner:
     """
 
     owns_cache = True
+    _shared: KVCache | None = None  # the target's cache, if the model uses it
     vocabulary: MappedVocabulary | None = None
 
     def __init__(
@@ -293,15 +294,13 @@ class DraftModelRunner:
                 drawn = drawn if self.model.needs.most_nodes is None else min(drawn, self.model.needs.most_nodes)
                 chance = MOST_LIKELY if request.params.greedy else self._chances.draft(request)
                 source_id = None if source is None else source.seq_id
-                certain = self._certain(request, start)
+                certain = None if self._shared is None else 0  # the target's states stay as they are
+                if request.num_drafted and certain is None:
+                    certain = max(0, len(self.committed(request)) - start)
                 chains.append(
                     Chain(request, missing, drawn, chance, [], None, stop, hidden, source=source_id, certain=certain)
                 )
         return chains, sources
-
-    def _certain(self, request: Request, start: int) -> int | None:
-        """Return how many tokens of the text from `start` on are committed; None = all."""
-        return max(0, len(self.committed(request)) - start) if request.num_drafted else None
 
     def _missing(self, request: Request, text: list[int], start: int, most: int) -> tuple[list[int], Tensor | None]:
         """Return the next input tokens, `text` from `start` on, with the hidden states that they take in."""

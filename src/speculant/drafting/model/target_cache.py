@@ -43,7 +43,7 @@ class TargetCacheRunner(DraftModelRunner):
         self._held: dict[int, int] = {}  # positions that a sequence held before its draft
 
     @cached_property
-    def _shared(self) -> KVCache | None:
+    def _shared(self) -> KVCache | None:  # type: ignore[override]
         return self._context.target.cache()
 
     @cached_property
@@ -75,10 +75,6 @@ class TargetCacheRunner(DraftModelRunner):
     @override
     def finish(self, request: Request) -> None:
         """Wait for `give_back`, which drops the drafted tokens."""
-
-    @override
-    def _certain(self, request: Request, start: int) -> int | None:
-        return None if self._shared is None else 0  # the target's states stay as they are
 
     def give_back(self) -> None:
         """Drop the positions that drafts have added."""
