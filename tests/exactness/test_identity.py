@@ -60,7 +60,7 @@ class Work:
         return PROMPTS[:: self.every]
 
 
-FEW, SHORT, LONG = Work(every=17, tokens=16), Work(every=13, tokens=examples(20, least=14)), Work(every=7, tokens=48)
+FEW, SHORT, LONG = Work(every=17, tokens=16), Work(every=13, tokens=examples(20, least=14)), Work(every=8, tokens=40)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
