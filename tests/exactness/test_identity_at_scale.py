@@ -41,7 +41,7 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.3, "top_p": 0.9},
 }
-TOKENS = 16
+TOKENS = 20
 
 
 @dataclass(frozen=True)
