@@ -40,7 +40,7 @@ test: $(VENV)/.installed-dev ## every test, with covering selections of large pr
 
 test-all: $(VENV)/.installed-dev ## every test with larger selections, all mutants, and a short soak
 	$(PYTEST) --hypothesis-profile full --timeout 1200 tests
-	@$(MAKE) soak SOAK=5
+	@$(MAKE) soak SOAK=1
 
 soak: $(VENV)/.installed-dev ## random schedules for the engine, SOAK times as many as the tests walk
 	SPECULANT_SOAK=$(SOAK) $(PYTEST) -m slow tests/exactness/test_schedules.py

@@ -42,6 +42,7 @@ NATIVE = {
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
 ENGINES = {"float64": {"dtype": "float64"}, **{name: {"kernels": "native", **own} for name, own in NATIVE.items()}}
+WEIGHTS = [*ENGINES] if usable_sets() else ["float64"]
 SPEC_LENGTHS = (1, 2, 4, 8)
 DRAFTERS = plugins.names("speculant.drafting")
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
@@ -60,7 +61,7 @@ class Work:
         return PROMPTS[:: self.every]
 
 
-FEW, SHORT, LONG = Work(every=17, tokens=16), Work(every=13, tokens=examples(20, least=14)), Work(every=7, tokens=48)
+FEW, SHORT, LONG = Work(every=17, tokens=16), Work(every=13, tokens=examples(20, least=14)), Work(every=10, tokens=40)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -102,19 +103,8 @@ def check_identity(
         assert accepted > 0 or drafter in BLIND, "nothing was ever accepted, so nothing was shown"
 
 
-FLOAT64 = {(4, "draft_model", "greedy")}
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    ("spec_length", "drafter", "distribution"),
-    combinations(lambda *each: each in FLOAT64, SPEC_LENGTHS, DRAFTERS, DISTRIBUTIONS),
-)
-def test_text_is_identical_in_float64(drafter: str, distribution: str, spec_length: int) -> None:
-    check_identity(drafter, distribution, spec_length, FEW, ENGINES["float64"])
-
-
-ON_NATIVE = {  # all drafters: test_family_identity.py
+QUICK = {  # all drafters: test_family_identity.py
+    ("float64", 4, "draft_model", "greedy"),
     ("float32", 8, "early_exit", "seeded"),
     ("bfloat16", 1, "eagle3", "greedy"),
     ("12bit", 4, "suffix", "seeded"),
@@ -123,17 +113,14 @@ ON_NATIVE = {  # all drafters: test_family_identity.py
 }
 
 
-@pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("weights", "spec_length", "drafter", "distribution"),
-    combinations(lambda *each: each in ON_NATIVE, NATIVE, SPEC_LENGTHS, DRAFTERS, DISTRIBUTIONS),
+    combinations(lambda *each: each in QUICK, WEIGHTS, SPEC_LENGTHS, DRAFTERS, DISTRIBUTIONS),
 )
-def test_text_is_identical_on_the_native_kernels(
-    weights: str, drafter: str, distribution: str, spec_length: int
-) -> None:
-    """No bit of a row depends on its neighbours, so the texts are equal without a tolerance."""
-    check_identity(drafter, distribution, spec_length, SHORT, ENGINES[weights])
+def test_text_is_identical(weights: str, drafter: str, distribution: str, spec_length: int) -> None:
+    """On the native kernels, no bit of a row depends on its neighbours: the texts are equal without a tolerance."""
+    check_identity(drafter, distribution, spec_length, FEW if weights == "float64" else SHORT, ENGINES[weights])
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
@@ -154,7 +141,7 @@ def test_text_is_identical_in_any_packing(distribution: str) -> None:
 @pytest.mark.parametrize("spec_length", SPEC_LENGTHS)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("weights", ENGINES if usable_sets() else ["float64"])
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_long_texts_are_identical(weights: str, drafter: str, distribution: str, spec_length: int) -> None:
     check_identity(drafter, distribution, spec_length, LONG, ENGINES[weights])
 
@@ -173,7 +160,7 @@ def test_text_is_identical_with_trees(weights: str, distribution: str) -> None:
     ("weights", "distribution"),
     combinations(
         lambda *each: each in {("float32", "seeded"), ("int8", "greedy")} or not usable_sets(),
-        ["float64", *(NATIVE if usable_sets() else ())],
+        WEIGHTS,
         DISTRIBUTIONS,
     ),
 )

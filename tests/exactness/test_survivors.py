@@ -168,6 +168,7 @@ def test_survivors_on_the_native_kernels(weights: str, backend: str) -> None:
 
 @native
 @pytest.mark.slow
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("weights", NATIVE)
 @pytest.mark.parametrize("speculating", [True, False], ids=["drafts", "plain"])
 @pytest.mark.parametrize("caching", [True, False], ids=["prefixes", "no prefixes"])
@@ -177,6 +178,7 @@ def test_survivors_on_the_native_kernels_in_full(backend: str, caching: bool, sp
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("speculating", [True, False], ids=["drafts", "plain"])
 @pytest.mark.parametrize("caching", [True, False], ids=["prefixes", "no prefixes"])
 @pytest.mark.parametrize("backend", ["paged", "slotted"])

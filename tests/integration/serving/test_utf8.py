@@ -98,7 +98,7 @@ def _of_events(reply: Reply) -> Answers:
     return {0: (text, last["status"])}
 
 
-@pytest.mark.parametrize("count", sizes(40, 10_000))
+@pytest.mark.parametrize("count", sizes(40, 2000))
 def test_streamed_utf8_equals_unstreamed(server: LiveServer, count: int) -> None:
     chance = random.Random(count)
     cases = iter([draw_case(chance) for _ in range(count)])

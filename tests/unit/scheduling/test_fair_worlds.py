@@ -10,7 +10,7 @@ from speculant.scheduling import scheduler as scheduler_module
 from tests.unit.scheduling.client_worlds import World
 
 STEPS = 40  # in which clients come and leave
-FEW, MANY = 20, 1000  # worlds of a shard
+FEW, MANY = 20, 400  # worlds of a shard
 SHARDS = 10
 TURNS = (64, 8)  # a short one, so that turns are taken often
 
