@@ -38,7 +38,7 @@ demo: $(VENV)/.installed ## plain beside speculative decoding, with the embedded
 test: $(VENV)/.installed-dev ## every test, with covering selections of large products of parameters
 	$(PYTEST) -m "not slow" tests
 
-test-all: $(VENV)/.installed-dev ## every test with every combination of parameters, all mutants, and a short soak
+test-all: $(VENV)/.installed-dev ## every test with larger selections, all mutants, and a short soak
 	$(PYTEST) --hypothesis-profile full --timeout 1200 tests
 	@$(MAKE) soak SOAK=5
 

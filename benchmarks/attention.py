@@ -20,6 +20,7 @@ from torch import Tensor
 
 from speculant.kernels import TYPES, Code, Kernels, Op, Pass, address, open_kernels
 from speculant.lab.bench import Benchmark
+from speculant.models import NO_STATES
 
 BLOCK = 16
 PROMPT_ROWS = 256
@@ -52,7 +53,8 @@ class Attention:
         self._ops = (Op * shape.layers)(*(self._op(shape, layer) for layer in range(shape.layers)))
         self._pointers = [array("Q", [each.data_ptr() for each in self._storage[i::2]]) for i in (0, 1)]
         segments = [
-            (i * rows, rows, start, rows, -1, table.data_ptr(), blocks, 0, 0, 0) for i, table in enumerate(self._tables)
+            (i * rows, rows, start, rows, -1, table.data_ptr(), blocks, 0, 0, 0, *NO_STATES)
+            for i, table in enumerate(self._tables)
         ]
         self._segments = array("q", [value for segment in segments for value in segment])
         keys, values = map(address, self._pointers)

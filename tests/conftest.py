@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from speculant import files
 from speculant.files import cache_folder
-from tests.covering import leave_combinations_out
+from tests.covering import add_option, leave_combinations_out
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("SPECULANT_REAL_MODELS", str(cache_folder("models")))  # the user's: the next line hides it
@@ -32,6 +32,11 @@ SLOW_TIMEOUT_S = 3600  # the limit of every other test stands in pyproject.toml
 settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("full"), max_examples=6)
 settings.load_profile("quick")  # `make test-all` asks for the other
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of this project's tests."""
+    add_option(parser)
 
 
 @pytest.hookimpl(trylast=True)  # when all parameters are known, those of fixtures too

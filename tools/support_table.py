@@ -90,8 +90,12 @@ def parts_of(config: DecoderConfig) -> Iterator[str]:
 def parts_of_layer(layer: Layer) -> Iterator[str]:
     """Yield the names of a layer's parts."""
     of = layer.attention
+    if of is None:
+        yield "gated delta rule" if layer.state and layer.state.heads else "short convolutions"
+        return
     found = {
         "sliding windows": of.window,
+        "gated attention": of.gated,
         "QK norms": of.qk_norm,
         "biases": of.bias or of.output_bias or layer.mlp.bias,
         "softcaps": of.softcap,

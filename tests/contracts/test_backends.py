@@ -27,7 +27,6 @@ from speculant.models import (
     Decoder,
     DecoderConfig,
     Mapped,
-    ModelNeeds,
     QuantizedBlocks,
     ReferenceBackend,
     StoredWeights,

@@ -1,4 +1,4 @@
-"""Decoders with random states and gated attention on the native kernels: the logits of the reference, and equal bits."""
+"""Decoders with random states and gated attention on native kernels: the logits of the reference, and equal bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from speculant.models import (
     State,
     build_batch,
 )
-from speculant.models.native import decoder as native_decoder
+
 from speculant.params import SamplingParams
 from speculant.sampling import KeyedChances, MostLikely
 from speculant.types import DraftTree
@@ -160,7 +160,7 @@ def test_a_draft_in_one_call_is_its_passes(seed: int) -> None:
     _, native = make_models(describe(seed), SETS[0])
     at_once = drawn(native, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_decoder, "is_foreseeable", lambda chain: False)
+        patch.setattr("speculant.models.native.decoder.is_foreseeable", lambda chain: False)
         stepwise = drawn(native, seed)
     for (tokens, probs), (others, theirs) in zip(at_once, stepwise, strict=True):
         assert tokens == others

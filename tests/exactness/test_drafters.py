@@ -126,7 +126,7 @@ class Way:
 def of_head(method: str, tree: Any = None, length: int = 2) -> Way:
     """Only tables with full support have finite logits, like a model's. A short head needs four tokens."""
     sizes = ((4, length), (3, length)) if method == "eagle3" else ((3, length), (4, length))
-    return Way(head(method, tree), sizes[: examples(2, least=1)], (0, 1), FULL_SUPPORT, 0.1, None, quick=1)
+    return Way(head(method, tree), sizes[: examples(2, least=1)], (0, 1), FULL_SUPPORT, 0.1, None, quick=1, full=2)
 
 
 def of_table(make: Make) -> Way:

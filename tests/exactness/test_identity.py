@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +18,6 @@ import pytest
 from speculant import LLM, SamplingParams, plugins
 from speculant.kernels import usable_sets
 from speculant.lengths import Adaptive, Calibration, CostCurve, StepCosts
-from tests.covering import covering
 from tests.drafters import BLIND
 from tests.exactness.identity import Job, Texts
 from tests.exactness.selection import combinations, slow_but
@@ -62,7 +60,7 @@ class Work:
         return PROMPTS[:: self.every]
 
 
-FEW, SHORT, LONG = Work(every=17, tokens=16), Work(every=13, tokens=examples(20, least=14)), Work(every=3, tokens=64)
+FEW, SHORT, LONG = Work(every=17, tokens=16), Work(every=13, tokens=examples(20, least=14)), Work(every=7, tokens=48)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -107,6 +105,7 @@ def check_identity(
 FLOAT64 = {(4, "draft_model", "greedy")}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("spec_length", "drafter", "distribution"),
     combinations(lambda *each: each in FLOAT64, SPEC_LENGTHS, DRAFTERS, DISTRIBUTIONS),
@@ -125,6 +124,7 @@ ON_NATIVE = {  # all drafters: test_family_identity.py
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("weights", "spec_length", "drafter", "distribution"),
     combinations(lambda *each: each in ON_NATIVE, NATIVE, SPEC_LENGTHS, DRAFTERS, DISTRIBUTIONS),
@@ -149,19 +149,14 @@ def test_text_is_identical_in_any_packing(distribution: str) -> None:
     assert coded == plain
 
 
-PRODUCT = [
-    {"weights": weights, "drafter": drafter, "distribution": distribution, "spec_length": spec_length}
-    for weights, drafter, distribution, spec_length in product(ENGINES, DRAFTERS, DISTRIBUTIONS, SPEC_LENGTHS)
-    if weights == "float64" or usable_sets()
-]
-PAIRS = [PRODUCT[index] for index in covering(PRODUCT, 2)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", PAIRS, ids=lambda case: "-".join(map(str, case.values())))
-def test_long_texts_are_identical(case: dict[str, Any]) -> None:
-    """Every pair of values occurs."""
-    check_identity(case["drafter"], case["distribution"], case["spec_length"], LONG, ENGINES[case["weights"]])
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("spec_length", SPEC_LENGTHS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("weights", ENGINES if usable_sets() else ["float64"])
+def test_long_texts_are_identical(weights: str, drafter: str, distribution: str, spec_length: int) -> None:
+    check_identity(drafter, distribution, spec_length, LONG, ENGINES[weights])
 
 
 @pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")

@@ -62,6 +62,7 @@ def fewer(cases: list[Any]) -> list[Any]:
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", fewer(cases_with([*COMMANDS], with_encoders=True)))
 def test_a_command_works_on_any_family(case: tuple[str, str, str], tmp_path: Path) -> None:
     family, variant, name = case

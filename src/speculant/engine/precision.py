@@ -393,12 +393,18 @@ def text_cache(model: CausalLM, size: int, length: int) -> tuple[KVCache, int | 
 
 
 def drawn(draft: Checkpoint, size: int, length: int) -> list[int]:
-    """Return a text of PROMPT tokens and `length` more, which a model draws at temperature 1."""
-    return _draw(draft, size, length, *text_cache(draft.model, size, PROMPT + length))
+    """Return a text of PROMPT tokens and up to `length` more, which a model draws at temperature 1."""
+    cache, source = text_cache(draft.model, size, PROMPT + length)
+    text, end = usual_tokens(PROMPT, size), PROMPT + length
+    for _ in range(0, length, most := draft.model.needs.most_nodes or length):
+        text = _draw(draft, size, min(most, end - len(text)), cache, source, text)
+    return text
 
 
-def _draw(draft: Checkpoint, size: int, length: int, cache: KVCache, source: int | None) -> list[int]:
-    request = make_sequence(_TEXT, usual_tokens(PROMPT, size), DRAWN)
+def _draw(
+    draft: Checkpoint, size: int, length: int, cache: KVCache, source: int | None, text: Sequence[int] = ()
+) -> list[int]:
+    request = make_sequence(_TEXT, text or usual_tokens(PROMPT, size), DRAWN)
     chain = Chain(request, request.tokens, length, KeyedChances(draft.backend.sampler).draft(request), source=source)
     grow_chains(draft.model, [chain], cache, size, draft.backend.sampler)
     cache.release(request.seq_id)

@@ -127,7 +127,7 @@ from .heads import (
     linears_of as linears_of,
     usual_taps as usual_taps,
 )
-from .native.decoder import NativeDecoder as NativeDecoder, is_foreseeable as is_foreseeable
+from .native.decoder import NO_STATES as NO_STATES, NativeDecoder as NativeDecoder, is_foreseeable as is_foreseeable
 from .native.head import NativeHead as NativeHead
 from .native.packed import (
     PackedDecoder as PackedDecoder,

@@ -540,6 +540,11 @@ def read_decoder(
     tensors: the names in the files. norm: the one before the head; None = as `read_norm` reads it. embedding, head:
     other fields of these parts. by_kind: see `longest_context`.
     """
+    if not any(layer.attention for layer in layers):
+        raise ModelError(
+            f"config.json describes {len(layers)} layers without attention",
+            "check layer_types, and the numbers of layers and of those between two with attention, in config.json.",
+        )
     rotates = any(layer.attention and layer.attention.rope for layer in layers)
     return DecoderConfig(
         embedding=Embedding(count(hf, "vocab_size"), count(hf, "hidden_size"), mask=_read_mask(hf), **embedding),

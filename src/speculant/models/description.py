@@ -708,11 +708,6 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for index, layer in enumerate(self.layers):
             self._check_layer(index, layer)
-        if not self.attentions:
-            raise ModelError(
-                f"config.json describes {self.num_layers} layers without attention",
-                "check layer_types, and the numbers of layers and of those between two with attention, in config.json.",
-            )
         for layers in (self.layers, self.encoder.layers if self.encoder else ()):
             _check_distances(layers)
         self._check_encoder()

@@ -26,7 +26,8 @@ def run(root: str, tests: list[str]) -> dict[str, object]:
     sys.path[0] = root
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        code = pytest.main(["-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests])
+        options = ["-q", "-x", "--no-header", "-p", "no:cacheprovider", "--every-combination"]
+        code = pytest.main([*options, *tests])
     used = getattr(sys.modules.get("speculant"), "__file__", None) or ""
     assert used.startswith(root), f"speculant was imported from {used or 'nowhere'}"
     return {"code": int(code), "output": printed.getvalue()}

@@ -275,6 +275,7 @@ def test_a_head_is_trained_for_a_gguf_file(tmp_path: Path, target_folder: str, c
     drafts(str(target), {"method": "eagle", "model": str(out)})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", cases_with(list(KINDS), QUICK))
 def test_a_head_is_trained_for_any_family(case: tuple[str, str, str], tmp_path: Path) -> None:
     family, variant, kind = case
