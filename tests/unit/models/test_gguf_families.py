@@ -324,10 +324,10 @@ def test_a_state_s_heads_stay_in_blocks_or_get_an_order(wide: Files, tmp_path: P
 def test_heads_behind_the_layers_are_left_unread(files: Files, tmp_path: Path) -> None:
     pair, path = files["qwen3_5_text", "plain"]
     extra = {
-        "blk.4.nextn.eh_proj.weight": np.ones((32, 64), np.float32),
-        "blk.4.attn_norm.weight": np.ones(32, np.float32),
+        "blk.3.nextn.eh_proj.weight": np.ones((32, 64), np.float32),
+        "blk.3.attn_norm.weight": np.ones(32, np.float32),
     }
-    entries = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+    entries = {"qwen35.block_count": 4, "qwen35.nextn_predict_layers": 1}
     both = convert(pair.folder, tmp_path / "model.gguf", metadata=entries, extra=extra)
     own, other = (load_model(str(each), kernels="reference").model for each in (both, path))
     assert torch.equal(Session(own).extend(TOKENS), Session(other).extend(TOKENS))
@@ -336,22 +336,22 @@ def test_heads_behind_the_layers_are_left_unread(files: Files, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("family", "entries", "words"),
     [
-        ("qwen3_5_text", {"nextn_predict_layers": 4}, r"nextn_predict_layers = 4, not a whole number from 1 to 3"),
-        ("qwen3_5_text", {"full_attention_interval": 9}, "4 layers without attention"),
+        ("qwen3_5_text", {"nextn_predict_layers": 3}, r"nextn_predict_layers = 3, not a whole number from 1 to 2"),
+        ("qwen3_5_text", {"full_attention_interval": 9}, "3 layers without attention"),
         ("qwen3_5_text", {"full_attention_interval": 0}, "full_attention_interval = 0"),
         ("qwen3_5_text", {"ssm.group_count": 3}, "4 heads for 3 keys"),
         ("qwen3_5_text", {"ssm.inner_size": 3}, "linear_value_head_dim = 0"),
         ("qwen3_5_text", {"ssm.state_size": None}, r"no metadata entry qwen35\.ssm\.state_size"),
         (
             "lfm2",
-            {"attention.head_count_kv": [0, 0, 0, 0]},
-            r"head_count_kv = \[0, 0, 0, 0\], not 0 or the same number",
+            {"attention.head_count_kv": [0, 0, 0]},
+            r"head_count_kv = \[0, 0, 0\], not 0 or the same number",
         ),
-        ("lfm2", {"attention.head_count_kv": [0, 0, 2]}, r"head_count_kv = \[0, 0, 2\], not 0 or the same number"),
-        ("lfm2", {"attention.head_count_kv": [1, 0, 2, 0]}, "not 0 or the same number for each of 4 layers"),
-        ("lfm2", {"attention.head_count_kv": [0, "x", 0, 0]}, "head_count_kv"),
-        ("lfm2", {"attention.head_count_kv": [0, [2], 0, 0]}, "head_count_kv"),
-        ("lfm2", {"attention.head_count_kv": [0, 0, -2, 0]}, "head_count_kv"),
+        ("lfm2", {"attention.head_count_kv": [0, 2]}, r"head_count_kv = \[0, 2\], not 0 or the same number"),
+        ("lfm2", {"attention.head_count_kv": [1, 0, 2]}, "not 0 or the same number for each of 3 layers"),
+        ("lfm2", {"attention.head_count_kv": [0, "x", 0]}, "head_count_kv"),
+        ("lfm2", {"attention.head_count_kv": [0, [2], 0]}, "head_count_kv"),
+        ("lfm2", {"attention.head_count_kv": [0, 0, -2]}, "head_count_kv"),
         ("lfm2", {"shortconv.l_cache": 2**30}, "conv_L_cache"),
     ],
     ids=str,
