@@ -140,7 +140,7 @@ def test_objectives_are_those_of_the_model_s_logits(model: Decoder, progress: fl
     windows = torch.tensor([[0, *random_tokens(8, seed)] for seed in range(3)])
     draft = copy.deepcopy(model).requires_grad_()
     with torch.no_grad():
-        draft.model.layers[-1].self_attn.o_proj.weight.mul_(0.5)
+        next(layer.self_attn for layer in draft.model.layers if layer._of.attention).o_proj.weight.mul_(0.5)
     inputs, following = windows[:, :-1], windows[:, 1:].flatten()
     p, log_q = (each.logits(hidden_states(each, inputs)).log_softmax(-1) for each in (model, draft))
     p, q = p.detach().exp(), log_q.exp()

@@ -336,7 +336,7 @@ def test_heads_behind_the_layers_are_left_unread(files: Files, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("family", "entries", "words"),
     [
-        ("qwen3_5_text", {"nextn_predict_layers": 4}, r"nextn_predict_layers = 4, not a whole number from 1 to 2"),
+        ("qwen3_5_text", {"nextn_predict_layers": 3}, r"nextn_predict_layers = 3, not a whole number from 1 to 2"),
         ("qwen3_5_text", {"full_attention_interval": 9}, "3 layers without attention"),
         ("qwen3_5_text", {"full_attention_interval": 0}, "full_attention_interval = 0"),
         ("qwen3_5_text", {"ssm.group_count": 3}, "4 heads for 3 keys"),
@@ -351,7 +351,7 @@ def test_heads_behind_the_layers_are_left_unread(files: Files, tmp_path: Path) -
         ("lfm2", {"attention.head_count_kv": [1, 0, 2]}, "not 0 or the same number for each of 3 layers"),
         ("lfm2", {"attention.head_count_kv": [0, "x", 0]}, "head_count_kv"),
         ("lfm2", {"attention.head_count_kv": [0, [2], 0]}, "head_count_kv"),
-        ("lfm2", {"attention.head_count_kv": [0, -2, 0]}, "head_count_kv"),
+        ("lfm2", {"attention.head_count_kv": [0, 0, -2]}, "head_count_kv"),
         ("lfm2", {"shortconv.l_cache": 2**30}, "conv_L_cache"),
     ],
     ids=str,
