@@ -90,7 +90,7 @@ def _compare(own: Mapping[str, Any], read: Mapping[str, Any]) -> None:
         {(name,): {**own, name: value} for name, value in read.items()},  # which may be left to the family's defaults
         {(name, second): _without(_without(own, name), second) for name, second in combinations(stated, 2)},
     ]
-    for changed, most in ((attempts[0], 0), (attempts[1], 0), *((each, None) for each in attempts)):
+    for changed, most in ((attempts[0], 0), *((each, None) for each in attempts)):
         if named := _nearest(one, other, places, changed, most):
             raise _refusal({name: _value(own, name) for name in named})
     raise ModelError(f"a GGUF file would have another {min(places)[1:]}", _FIX)
