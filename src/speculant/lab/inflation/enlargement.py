@@ -81,13 +81,16 @@ def named_shape(name: str, head_dim: int) -> Shape:
 
 
 def decoder_shape(decoder: DecoderConfig) -> Shape:
-    """Return the sizes of a model. Raises ModelError if its layers have different ones, experts, states or an encoder."""
+    """Return the sizes of a model. Raises ModelError if layers have other ones, experts or states, or for encoders."""
     if decoder.encoder is not None:
         raise ModelError("encoder-decoder models can't be inflated", "use a model without an encoder.")
     if any(isinstance(layer.mlp, Experts) for layer in decoder.layers):
         raise ModelError("models with experts can't be inflated", "use a dense model.")
     if decoder.states:
-        raise ModelError("models whose layers have states can't be inflated", "use a model with attention alone.")
+        raise ModelError(
+            "models that have a state in place of attention can't be inflated",
+            "use a model with attention in all layers.",
+        )
     if len({layer.mlp.size for layer in decoder.layers}) > 1:
         raise ModelError("models whose layers have MLPs of different sizes can't be inflated", "use another model.")
     of = decoder.attention

@@ -93,12 +93,8 @@ def test_every_family_can_grow(case: tuple[str, str], tmp_path: Path) -> None:
     """In all sizes at once, by a reader that may give it as many key heads as attention heads; without experts."""
     small = write_variant(tmp_path, *case)
     layers = read_description(read_model_config(small)).layers
-    if any(isinstance(layer.mlp, Experts) for layer in layers):
-        with pytest.raises(ModelError, match="models with experts can't be inflated"):
-            inflate(small, tmp_path / "large", SHAPE)
-        return
-    if any(layer.state for layer in layers):
-        with pytest.raises(ModelError, match="models whose layers have states can't be inflated"):
+    if any(isinstance(layer.mlp, Experts) or layer.state for layer in layers):
+        with pytest.raises(ModelError, match=r"models (with experts|that have a state).* can't be inflated"):
             inflate(small, tmp_path / "large", SHAPE)
         return
     if len({layer.attention.head_dim for layer in layers}) > 1:
