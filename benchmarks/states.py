@@ -19,11 +19,11 @@ from torch import Tensor
 from speculant.cache import paged_cache
 from speculant.kernels import Code, Op, open_kernels
 from speculant.lab.bench import Benchmark, quartiles
-from speculant.models import NativeBackend, NativeDecoder, SequenceInput, build_batch, tensor_shapes
-from speculant.models.families.qwen3_5_text import read_config
+from speculant.models import NativeBackend, NativeDecoder, SequenceInput, build_batch, read_description, tensor_shapes
 from speculant.types import DraftTree
 
 SHAPE: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
     "vocab_size": 248320, "hidden_size": 2560, "intermediate_size": 9216, "num_attention_heads": 16,
     "num_key_value_heads": 4, "tie_word_embeddings": True, "max_position_embeddings": 32768,
 }  # fmt: skip
@@ -89,7 +89,7 @@ class Passes:
 
 def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Time passes of all numbers of rows, round by round."""
-    config = read_config({**SHAPE, "num_hidden_layers": arguments.layers})
+    config = read_description({**SHAPE, "num_hidden_layers": arguments.layers})
     backend = NativeBackend(open_kernels())
     weights = RandomWeights(tensor_shapes(config))
     model = backend.load(config, weights, torch.bfloat16, torch.device("cpu"), arguments.weights)  # type: ignore[arg-type]

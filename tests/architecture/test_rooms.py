@@ -10,20 +10,20 @@ import pytest
 from tests.architecture.rooms import ROOT, USERS, defined, home, inner_imports, rooms, size
 
 SLACK = 0.05  # of a budget, which follows a room that shrinks
-INNER_IMPORTS = 139  # of names that two files of a room have, of names that are also a file's; may only fall
+INNER_IMPORTS = 138  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1476, 5),
     "cli": (3236, 12),
-    "drafting": (7347, 44),
+    "drafting": (7389, 44),
     "engine": (5236, 18),
     "kernels": (1620, 7),
     "lab.bench": (4230, 13),
     "lab.cli": (2912, 14),
     "lab.exactness": (1575, 6),
     "lab.fleet": (1206, 4),
-    "lab.inflation": (963, 5),
-    "lab.quantize": (952, 5),
+    "lab.inflation": (968, 5),
+    "lab.quantize": (959, 5),
     "lab.theory": (569, 4),
     "lab.training": (3976, 12),
     "lengths": (1939, 8),
