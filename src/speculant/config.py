@@ -179,12 +179,12 @@ class SpeculativeConfig:
     """How tokens are drafted and verified. options: the method's own keys.
 
     method: None = `fallback`, or `draft_model` if a model is given with a length, options, or a policy other than
-    `adaptive`. num_speculative_tokens: None = the policy's choice, or the method's default length for the policy
-    `fixed`. verification: "auto" chooses per request (engine/runner.py). draft_length: the name of a policy, or a
-    mapping with the key `policy` and the policy's own keys; None = `fixed` if num_speculative_tokens is set, otherwise
-    `adaptive`. methods: additional methods that requests may name. use_heterogeneous_vocab: whether a draft model may
-    have another tokenizer than the target; None = it may. model_backend: of the draft model, see `EngineConfig`; None =
-    the target's.
+    `adaptive`; a head in the target's folder takes the model's place. num_speculative_tokens: None = the policy's
+    choice, or the method's default length for the policy `fixed`. verification: "auto" chooses per request
+    (engine/runner.py). draft_length: the name of a policy, or a mapping with the key `policy` and the policy's own
+    keys; None = `fixed` if num_speculative_tokens is set, otherwise `adaptive`. methods: additional methods that
+    requests may name. use_heterogeneous_vocab: whether a draft model may have another tokenizer than the target; None =
+    it may. model_backend: of the draft model, see `EngineConfig`; None = the target's.
     """
 
     method: str | None = None

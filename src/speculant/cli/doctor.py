@@ -136,7 +136,12 @@ def inspect_model(source: str, model_backend: str = "auto") -> ModelReport:
         model=_model(files, place),
         matrices=_by_kind(matrices),
         kernels={"in_use": says, **_model_memory(files, matrices, dtype)},
-        findings=[_tokenizer_finding(place), _computing_finding(backend, says), *_type_findings(matrices)],
+        findings=[
+            _tokenizer_finding(place),
+            _computing_finding(backend, says),
+            *_head_finding(files, place),
+            *_type_findings(matrices),
+        ],
     )
 
 
@@ -303,6 +308,14 @@ def _computing_finding(backend: Backend, says: str) -> Finding:
         "speed; and speculation can change which of two nearly equal tokens is chosen",
         "`speculant doctor` without a model shows the kernels of this machine",
     )
+
+
+def _head_finding(files: CheckpointFiles, place: Path) -> list[Finding]:
+    from speculant.drafting import method_within
+
+    method = method_within(place, files.decoder.num_layers)
+    what = f"its files have a head that drafts for it by default, beside looked-up drafts (method {method})"
+    return [Finding("ok", what)] if method else []
 
 
 def _type_findings(matrices: Sequence[Matrix]) -> list[Finding]:

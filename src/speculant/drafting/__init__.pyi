@@ -99,6 +99,7 @@ from .methods import (
     first_installed as first_installed,
     installed as installed,
     method_facts as method_facts,
+    method_within as method_within,
     own_name as own_name,
     takes_model as takes_model,
 )

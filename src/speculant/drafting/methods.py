@@ -6,6 +6,7 @@ A method without a role needs no entry. A role whose methods are not installed s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speculant import plugins
@@ -21,6 +22,7 @@ WITH_MODEL = "draft_model"  # drafts with a model alone; other methods use it fo
 LOOKUPS = ("suffix", "prompt_lookup")  # look drafts up in text; others combine them in this order if none are named
 WITH_MASKS = "peagle"  # drafts with heads that read masks
 WITH_BLOCKS = "dflash"  # drafts with heads whose masks are a block
+IN_TARGET = ("mtp",)  # draft with a head that may be among the target's weights
 PREDICTION = "prediction"  # drafts from a request's own prediction and nothing else
 REFUSED = {  # kinds of drafters of other programs, each with a description
     "custom_class": "a class for vLLM's proposers; docs/adding-a-drafter.md has the form of drafters here",
@@ -64,6 +66,11 @@ def lookup_methods() -> list[str]:
     if not methods:
         raise ConfigError("no installed drafting method looks drafts up in text", "name the methods to use.")
     return methods
+
+
+def method_within(place: Path, num_layers: int) -> str | None:
+    """Return the method that drafts with a head among a model's weights, in a folder; None = they have none."""
+    return next((name for name in installed(*IN_TARGET) if plugins.load(KIND, name).stored_in(place, num_layers)), None)
 
 
 def takes_model(name: str) -> bool:

@@ -31,6 +31,7 @@ from speculant.drafting import (
     first_installed,
     installed,
     method_facts,
+    method_within,
     named_kind,
     takes_model,
 )
@@ -39,7 +40,7 @@ from speculant.engine.draft_loading import DraftLoader
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
 from speculant.engine.precision import AUTO, LARGE_BYTES, HeadRounding, rounded
-from speculant.errors import ConfigError, RequestError
+from speculant.errors import ConfigError, ModelError, PairError, RequestError
 from speculant.files import forget_measured
 from speculant.lengths import LONGEST, START_S, Calibration, DraftLength, DraftLengthContext, completed
 from speculant.models import (
@@ -131,13 +132,13 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     """Build an engine around a loaded target; several engines may share one. tokenizer: the target's, if known."""
     tokenizer = tokenizer or load_tokenizer(config, target.folder)
     spec = with_kind(config) if drafts(config, target) else None
-    name = method_name(spec) if spec else None
     longest, limits = target.model.max_positions, resolve_for(config, target)
     scratch = scratch_of(target.model, limits.max_num_batched_tokens, limits.max_model_len)
     shape, has_source = target.model.cache_shape, target.model.needs.source
     memory = CacheMemory.of(config, limits, shape, target.mapped_bytes, scratch, has_source)
     verifiers, _ = build_verifiers(spec)
-    drafters, notes = build_drafters(config, spec, target, tokenizer, memory.make, lambda: memory.target)
+    spec, drafters, notes = choose_drafters(config, spec, target, tokenizer, memory.make, lambda: memory.target)
+    name = method_name(spec) if spec else None
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
     limits, context = memory.limits, memory.context(longest)
@@ -276,6 +277,27 @@ def with_kind(config: EngineConfig) -> SpeculativeConfig | None:
     return replace(spec, method=kind) if kind in plugins.names(KIND) else spec
 
 
+def with_own_head(spec: SpeculativeConfig | None, target: Checkpoint) -> SpeculativeConfig | None:
+    """Return the speculative settings; where no method and no model is named, a head of the target's own is used.
+
+    It takes the place of the draft model: see `_usual_method`.
+    """
+    if spec is None or spec.method is not None or spec.model is not None or build_verifiers(spec)[1]:
+        return spec
+    head = method_within(target.folder, target.model.num_layers)
+    if head is None:
+        return spec
+    if _has_settings(spec) or not installed(DEFAULT):
+        return replace(spec, method=head)
+    members = [*installed(*LOOKUPS), {"method": head, "model": str(target.folder)}]
+    return replace(spec, method=DEFAULT, options={**spec.options, "members": members})
+
+
+def _has_settings(spec: SpeculativeConfig) -> bool:
+    """Whether a draft's length or other options are named."""
+    return spec.num_speculative_tokens is not None or bool(spec.options) or spec.policy["policy"] != DEFAULT_POLICY
+
+
 def _usual_method(spec: SpeculativeConfig) -> str:
     """Return the method that is used if none is named.
 
@@ -283,8 +305,7 @@ def _usual_method(spec: SpeculativeConfig) -> str:
     """
     if spec.model is None:
         return first_installed(DEFAULT, *LOOKUPS)
-    settings = spec.num_speculative_tokens is not None or spec.options or spec.policy["policy"] != DEFAULT_POLICY
-    return first_installed(WITH_MODEL) if settings else first_installed(DEFAULT, WITH_MODEL)
+    return first_installed(WITH_MODEL) if _has_settings(spec) else first_installed(DEFAULT, WITH_MODEL)
 
 
 def _policy(spec: SpeculativeConfig | None) -> tuple[Any, dict[str, Any]]:
@@ -305,6 +326,24 @@ def _draft_length(
     longest = spec.num_speculative_tokens if spec else None
     own = drafters.tree, drafters.look_ahead_rows, drafters.selects
     return completed(plugin.build(DraftLengthContext(length, options, longest, measured.costs, *own)))
+
+
+def choose_drafters(
+    config: EngineConfig, spec: SpeculativeConfig | None, target: Checkpoint, *others: Any
+) -> tuple[SpeculativeConfig | None, Drafters, str]:
+    """Make the drafters, with a head of the target's own if there is one that can be used; see `build_drafters`.
+
+    Returns the settings that were used, too.
+    """
+    own = with_own_head(spec, target)
+    if own is not spec:
+        try:
+            drafters, notes = build_drafters(config, own, target, *others)
+        except (ModelError, PairError) as error:
+            logger.warning("the target's own head is not used: %s", error)
+        else:
+            return own, drafters, f", with the target's own head{notes}"
+    return spec, *build_drafters(config, spec, target, *others)
 
 
 def build_drafters(

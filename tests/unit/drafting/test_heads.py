@@ -573,7 +573,7 @@ def test_forms_of_multi_token_prediction(tmp_path: Path, checkpoints: Checkpoint
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_qwen3_5_s_head_is_transformers_layer_with_gated_attention(tmp_path: Path, kernels: str) -> None:
+def test_qwen3_5_s_head_is_a_layer_of_transformers(tmp_path: Path, kernels: str) -> None:
     """Rows before the drafted ones read the target's states after its final norm, the others the head's own."""
     folder = write_with_head(tmp_path)
     target = loaded(folder, kernels)

@@ -134,6 +134,11 @@ class HiddenStateRunner(DraftModelRunner):
         self._followed.pop(request.seq_id, None)
         self.cache.release(request.seq_id)
 
+    def index(self, request: Request) -> None:
+        """Add a sequence's rows to the prefix index, right after they were caught up."""
+        if not self._followed[request.seq_id].first:
+            self.cache.insert_prefix(request.seq_id, request.tokens[self._shift :])
+
     def observe(self, request: Request, rows: CommittedRows) -> int:
         """Take the states of committed tokens. Returns how many observed states have no row yet."""
         followed, start, count = self._followed[request.seq_id], rows.start, len(rows.tokens)
@@ -159,7 +164,10 @@ class HiddenStateRunner(DraftModelRunner):
 
     def known_prefix(self, request: Request) -> int:
         """Return how many first positions of a new sequence have rows in the prefix index."""
-        self.cache.match_prefix(PROBE, request.tokens[self._shift :], self._salt(request))
+        keys = request.tokens[self._shift :]
+        if self.takes_more:  # the target's pass adds a token, and the row before it may be taken over
+            keys.append(PROBE)
+        self.cache.match_prefix(PROBE, keys, self._salt(request))
         try:
             return self.cache.length(PROBE)
         finally:
@@ -245,7 +253,7 @@ class HiddenStateRunner(DraftModelRunner):
 
 
 class HiddenDrafter(ModelDrafter):
-    """Drafts with the head of `runner`; layers: those whose states it reads.
+    """Drafts with the head of `runner`; layers: those whose states it reads. whole_texts: the target has states.
 
     Beam searches get no drafts. The length of a sequence is not bounded: see drafting/heads/page.py.
     """
@@ -259,8 +267,10 @@ class HiddenDrafter(ModelDrafter):
         vocab_size: int,
         sampler: Sampler = REFERENCE,
         topology: TreeTopology | DynamicTree | None = None,
+        whole_texts: bool = False,
     ) -> None:
         super().__init__(runner, vocab_size, sampler, topology)
+        self._whole_texts = whole_texts
         self.needs = replace(self.needs, hidden_layers=tuple(layers), nodes_per_beam=None, max_positions=None)
 
     @override
@@ -269,6 +279,15 @@ class HiddenDrafter(ModelDrafter):
             return
         if self._runner.observe(request, rows) > MOST_PENDING:
             self.catch_up([request])
+
+    @override
+    def end(self, request: Request) -> None:
+        """Let later requests know all rows, if the target can't begin between the ends of texts; see `match_prefix`."""
+        if self._whole_texts and self._runner.num_pending(request) and not request.num_drafted:
+            with torch.inference_mode():
+                super().catch_up([request])
+            self._runner.index(request)
+        super().end(request)
 
     @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:

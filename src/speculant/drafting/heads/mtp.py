@@ -26,7 +26,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +41,7 @@ from speculant.drafting.growth import Drafting, chain_input, draw_chains, fit_vo
 from speculant.drafting.heads.folder import SPECULATORS, HeadFolder, Renamed, renamed, require_target
 from speculant.drafting.heads.hidden import HiddenDrafter, HiddenStateRunner
 from speculant.drafting.heads.page import HeadPage, last_state, load_head, make_head_drafter, newest, sizes_of_family
-from speculant.errors import ModelError
+from speculant.errors import ModelError, SpeculantError
 from speculant.kernels import REFERENCE, Sampler
 from speculant.models import CausalLM, Chain, DecoderConfig, StateEntry, build_batch, count, read_plain, text_config
 from speculant.sampling import Node, distribution
@@ -83,6 +85,17 @@ def build(context: DrafterContext) -> HiddenDrafter:
         for module in range(number)
     ]
     return ChainedDrafter(modules, layers, context.target.vocab_size, context.target.sampler)
+
+
+def stored_in(place: Path, num_layers: int) -> int:
+    """Return how many modules are among the weights of a model of `num_layers` layers; 0 = it has no head."""
+    if not place.is_dir():  # a GGUF file
+        return 0
+    with suppress(SpeculantError):  # of weights that only another package reads
+        folder = HeadFolder.open(str(place), KIND, among=True)
+        names = {rename(name, num_layers) for name in folder.names()}
+        return count_modules(folder, num_layers) if MATRIX in names else 0
+    return 0
 
 
 def read_layers(folder: HeadFolder, target: CausalLM) -> tuple[int, ...]:

@@ -138,7 +138,9 @@ def make_head_drafter(
 ) -> HiddenDrafter:
     """Return the drafter of a head, with a cache of its own; see `HiddenDrafter`."""
     runner, topology = HiddenStateRunner.of(context, model, encode=encode), growing_tree_option(context, tree)
-    return HiddenDrafter(runner, layers, context.target.vocab_size, context.target.sampler, topology)
+    of = require_target(context.target.model)
+    has_states = of.needs.most_nodes is not None
+    return HiddenDrafter(runner, layers, of.vocab_size, context.target.sampler, topology, has_states)
 
 
 def read_sizes(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> DecoderConfig:
