@@ -14,9 +14,9 @@ INNER_IMPORTS = 138  # of names that two files of a room have, of names that are
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1476, 5),
-    "cli": (3236, 12),
-    "drafting": (7389, 44),
-    "engine": (5236, 18),
+    "cli": (3249, 12),
+    "drafting": (7431, 44),
+    "engine": (5275, 18),
     "kernels": (1620, 7),
     "lab.bench": (4230, 13),
     "lab.cli": (2912, 14),
