@@ -422,7 +422,7 @@ def check_pair(config: EngineConfig, prompts: WorkloadConfig, params: SamplingPa
     notify("Measuring acceptance")
     acceptance = {each.name: each.acceptance(target, texts, params) for each in candidates}
     notify("Measuring the cost of steps")
-    costs = _costs(candidates, workload.prompts[0], params)
+    costs = _costs(candidates, workload.prompts[0], params, target.model.needs.most_nodes)
     predictions = {each.name: predict(acceptance[each.name], costs[each.name], costs[UNCHANGED]) for each in candidates}
     chosen = max(candidates, key=lambda each: float(predictions[each.name].speeds[1:].max()))
     notify("Measuring speed")
@@ -469,8 +469,12 @@ def write_texts(runtime: Runtime, workload: Workload, params: SamplingParams) ->
     return [Text(prompt, output, source) for (prompt, source), output in zip(given, outputs, strict=True)]
 
 
-def _costs(candidates: Sequence[Candidate], prompt: Sequence[int], params: SamplingParams) -> dict[str, LengthCosts]:
-    lengths = {each.name: STEP_LENGTHS if each.quantization is None else OTHER_LENGTHS for each in candidates}
+def _costs(
+    candidates: Sequence[Candidate], prompt: Sequence[int], params: SamplingParams, most: int | None
+) -> dict[str, LengthCosts]:
+    """Measure the costs of drafts of each type. most: the nodes that the target takes; None = any number."""
+    own = [length for length in STEP_LENGTHS if most is None or length <= most]
+    lengths = {each.name: own if each.quantization is None else OTHER_LENGTHS for each in candidates}
     return measure_steps(lengths, {each.name: each.runtime for each in candidates}, prompt, params, _COST_SECONDS)
 
 

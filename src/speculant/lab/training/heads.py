@@ -541,6 +541,11 @@ def look_ahead_mask(length: int, places: Tensor, count: int, window: int | None 
 
 def new_pass(config: HeadTrainingConfig, target: Decoder) -> LookAheadObjective:
     """Return new look-ahead embeddings, each near the mean of the target's."""
+    if target.config.states:
+        raise ConfigError(
+            "in training, rows that look ahead see all up to one place each, and a layer with a state sees all rows",
+            "train a head of another kind, such as eagle.",
+        )
     if config.num_heads >= config.seq:
         raise ConfigError(
             f"texts of {config.seq} tokens have no place for {config.num_heads} predicted ones", "raise --seq."
