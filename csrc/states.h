@@ -1,5 +1,5 @@
 // What may take the place of attention: a convolution over the last positions of a sequence, and a gated delta rule (arXiv 2412.06464).
-// A sequence has a record for each such layer; StateShape and StateRows in src/speculant/cache/base.py define what a pass does with it:
+// A sequence has a record in each such layer. StateShape and StateRows (src/speculant/cache/base.py) say how a pass uses the record:
 //
 //   record   | state [heads, k, dim] | SP_MOST_PENDING updates | SP_MOST_PENDING + window - 1 columns [n] |
 //   update   | keys [kv_heads, k] | d [heads, dim] | exp(g) [heads] |

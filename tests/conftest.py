@@ -47,7 +47,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    """Import all tests from the last to the first in every second process: each reads what the others have compiled."""
+    """Import the tests in reverse order in every second process, so that processes share the work of compiling."""
     if session.config.args == ["tests"] and int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2:
         for path in sorted(TESTS.rglob("test_*.py"), reverse=True):
             with suppress(pytest.skip.Exception):

@@ -315,7 +315,7 @@ class SamplingParams:
         if changes:
             return dataclasses.replace(self, **changes)
         made = object.__new__(type(self))
-        made._set(**{name: vars(self)[name] for name in self.__dataclass_fields__})  # what was computed may name `self`
+        made._set(**{name: vars(self)[name] for name in self.__dataclass_fields__})  # no value computed for `self`
         return made
 
     @classmethod

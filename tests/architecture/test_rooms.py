@@ -27,7 +27,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lab.theory": (569, 4),
     "lab.training": (3981, 12),
     "lengths": (1939, 8),
-    "models": (14054, 70),
+    "models": (14053, 70),
     "sampling": (419, 3),
     "scale": (1924, 8),
     "scheduling": (1088, 4),

@@ -27,7 +27,7 @@ class Texts:
         self.updates = dict[int, dict[int, int]]()  # by record and place
 
     def run(self, seq_id: int, tokens: Sequence[int], drafted: Sequence[int], text: Sequence[int]) -> StateRows:
-        """Run a pass over a text's next tokens and a draft; assert that it reads the state of what is before."""
+        """Run a pass over a text's next tokens and a draft; assert that it reads the state of the earlier tokens."""
         start = self.cache.reserve(seq_id, len(tokens) + len(drafted)).start
         rows = self.cache.advance(seq_id, start, len(tokens))
         state = [] if rows.read == NO_RECORD else list(self.states[rows.read])
@@ -51,7 +51,7 @@ def make(records: tuple[int, int] = (9, 2), blocks: int = 60) -> Texts:
 
 
 def step(texts: Texts, seq_id: int, text: list[int], accepted: int, drafted: int, vocabulary: int = 3) -> None:
-    """Compute what a text lacks, with a draft of which some tokens are right, and a token after them."""
+    """Compute a text's missing tokens and a draft that is right in part; append the right tokens and one more."""
     start = texts.cache.length(seq_id)
     new = [random.randrange(vocabulary) for _ in range(accepted + 1)]
     wrong = [vocabulary + 1] * (drafted - accepted)

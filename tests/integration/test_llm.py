@@ -438,7 +438,9 @@ def test_default_speculation_changes_no_text(llm_of: MakeLLM, params: SamplingPa
 def test_default_speculation_drafts_repeated_text(llm_of: MakeLLM) -> None:
     llm = llm_of(dtype="float32")
     assert llm.speculating
-    results = [llm.generate(TEXTS[0], GREEDY)[0] for _ in range(8)]  # a busy machine may make drafts look dear at first
+    results = [
+        llm.generate(TEXTS[0], GREEDY)[0] for _ in range(8)
+    ]  # on a busy machine, drafts may seem too slow at first
     assert len({tuple(result.outputs[0].token_ids) for result in results}) == 1
     accepted = [result.metrics.speculative_decoding.num_accepted_draft_tokens for result in results]
     assert any(accepted), "it was told the same before"

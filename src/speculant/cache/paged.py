@@ -583,7 +583,7 @@ class KVCache:
         return Slots(seq_id, start, slots[0], slots[1:])
 
     def advance(self, seq_id: int, start: int, certain: int) -> StateRows:
-        """Return what a pass does with a sequence's records, whose last positions, from `start` on, it computes.
+        """Return what a pass does with a sequence's records. The pass computes the positions from `start` to the end.
 
         certain: how many of these, from the first one on, will not be dropped again; only a pass that fails may drop
         them. Raises ValueError if more than MOST_PENDING other ones wait.

@@ -853,7 +853,7 @@ def fill(model: nn.Module, weights: WeightSource, dtype: torch.dtype, device: to
 
 
 def needs_of(config: DecoderConfig) -> ModelNeeds:
-    """Return what a decoder requires of the engine."""
+    """Return the needs of a decoder."""
     most_nodes = MOST_PENDING - 1 if config.states else None
     return ModelNeeds(source=config.encoder is not None, most_nodes=most_nodes, restart_at=config.restart_at)
 

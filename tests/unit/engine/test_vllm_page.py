@@ -41,7 +41,7 @@ def rows(text: str) -> dict[str, str]:
 
 
 def row(name: str, text: str) -> str | None:
-    """Return what a table says on a name: in a row of its own, or in one with a `*`."""
+    """Return what a table says about a name, in its own row or in a row whose name has a `*`."""
     known = rows(text)
     patterns = [said for each, said in known.items() if re.fullmatch(each.replace("*", r"\w*"), name)]
     return known.get(name) or next(iter(patterns), None)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from speculant.cache import MOST_PENDING, NO_RECORD, CacheShape, KVCache, KVStorage, StateRows
+from speculant.cache import NO_RECORD, CacheShape, KVCache, KVStorage, StateRows
 from speculant.kernels import (
     CACHE_TYPES,
     MOST_CONV,
@@ -64,7 +64,7 @@ from speculant.models.heads import HeadConfig, HeadHost, StateEntry
 from speculant.models.native.packed import PackedDecoder, embedding, linear
 from speculant.models.native.program import Buffers, EncoderProgram, NativeLinears, Program, SourceKeys, scratch_bytes
 from speculant.models.positions import Rotary
-from speculant.models.reference import rotaries, spread
+from speculant.models.reference import needs_of, rotaries, spread
 from speculant.models.sizes import cache_shape, relative_reads, tensor_shapes
 from speculant.models.weights.cache import WeightStore
 from speculant.models.weights.reader import ROUNDINGS, Rounding, WeightReader, WeightTypes, require_finite
@@ -358,8 +358,7 @@ class NativeDecoder(BackendModel, HeadHost):
         self.vocab_size, self.max_positions = config.vocab_size, config.max_positions
         self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
         self.kernels, self.packed = kernels, packed
-        most_nodes = MOST_PENDING - 1 if config.states else None
-        self.needs = ModelNeeds(config.encoder is not None, most_nodes, config.restart_at)
+        self.needs = needs_of(config)
         self._buffers, self._programs = Buffers(packed, FEWEST_ROWS), dict[tuple[int, ...], Program]()
         self._encoders = dict[type[SourceKeys], SourceKeys]()  # over the same buffers
         self._angles = AngleTables(config)

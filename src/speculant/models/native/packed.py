@@ -535,7 +535,7 @@ def recurring(
 
 @dataclass(frozen=True)
 class PackedState:
-    """The weights of what a layer has in place of attention. None = it does not have this one.
+    """The weights of a layer's state. None = the state has no such weight.
 
     inner: the matrices of all projections in their order, neighbours of the same type as one. Those of the rates of
     states are never rounded.
