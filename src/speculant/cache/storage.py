@@ -24,6 +24,7 @@ from typing_extensions import override
 from speculant.cache.base import NO_MOVES, SCALE_BYTES, CacheShape, KVStorage, LayerGroup, Moves
 from speculant.cache.paged import KVCache
 from speculant.errors import CapacityError
+from speculant.kernels.pages import empty
 from speculant.tree import ids
 
 ROUNDED = torch.int8
@@ -50,13 +51,13 @@ class TensorStorage(KVStorage):
             for (group, heads, dim), layers in kinds.items()
         ]
         try:
-            self._data = [torch.empty(size, dtype=stored_as, device=shape.device) for size in sizes]
+            self._data = [empty(size, stored_as, shape.device) for size in sizes]
             wide = torch.promote_types(shape.dtype, torch.float32)
             self._records = {
-                layer: torch.empty(num_records, of.size, dtype=wide, device=shape.device)
+                layer: empty((num_records, of.size), wide, shape.device)
                 for layer, of in enumerate(shape.states) if of
             }  # fmt: skip
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             keys = sum(count * shape.bytes_of(of.layers) for count, of in zip(counts, groups, strict=True))
             needed = (keys + num_records * shape.state_bytes) / 2**30
             raise CapacityError(

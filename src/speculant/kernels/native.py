@@ -14,14 +14,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import mmap
 import os
 import sys
 import threading
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from ctypes import Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
@@ -38,6 +36,7 @@ from typing_extensions import override
 from speculant.counts import TokenCounts
 from speculant.errors import ConfigError, Converts, ModelError, suggest
 from speculant.kernels.base import Edits, RowDraw, Sampler, SamplingSettings
+from speculant.kernels.pages import pages
 from speculant.kernels.reference import REFERENCE, own_scores
 
 ALIGNMENT = 64  # bytes
@@ -45,7 +44,6 @@ LEAST_BYTES = 2**20  # smaller tensors are made as usual
 MOST_BYTES = 2**28  # kept in all
 MOST_SLAB = 2**28  # bytes that an arena takes from the system at once, unless one piece is larger
 AHEAD_PER_TAKEN = 4  # pages touched ahead, as a multiple of the bytes taken so far
-HUGE_BYTES = 2**22  # slabs of at least this size have huge pages, which the system provides several times as fast
 _DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -65,9 +63,9 @@ class Arena:
 
     def __init__(self, touch: Callable[[Tensor], None], expected: int = 0) -> None:
         self._touch, self._expected = touch, expected
-        self._slab, self._used, self._touched, self._taken = _map(0), 0, 0, 0
+        self._slab, self._used, self._touched, self._taken = pages(0), 0, 0, 0
         self._largest = 0
-        self._scratch = _map(0)
+        self._scratch = pages(0)
 
     def take(self, size: int, likely: int) -> Tensor:
         """Return `size` aligned bytes. Call `keep` with the number of used bytes before taking more.
@@ -77,7 +75,7 @@ class Arena:
         self._largest = max(self._largest, size)
         if size > len(self._slab) - self._used:
             usual = max(self._taken, self._expected - self._taken)
-            self._slab, self._used, self._touched = _map(max(size, min(usual, MOST_SLAB))), 0, 0
+            self._slab, self._used, self._touched = pages(max(size, min(usual, MOST_SLAB))), 0, 0
         if self._used + likely > self._touched:
             ahead = min(self._expected - self._taken, AHEAD_PER_TAKEN * self._taken)
             most = len(self._slab) - self._largest - self._used  # further pieces may not fit in this slab
@@ -96,19 +94,8 @@ class Arena:
     def scratch(self, size: int) -> Tensor:
         """Return aligned bytes that the next call returns again."""
         if size > len(self._scratch):
-            self._scratch = _map(size)
+            self._scratch = pages(size)
         return self._scratch[:size]
-
-
-def _map(size: int) -> Tensor:
-    """Return zeroed pages, which the system provides when they are written to."""
-    if not size:
-        return torch.empty(0, dtype=torch.uint8)
-    pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if size >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a system without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 class Scratch:
