@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,15 @@ from speculant.models import CausalLM, SequenceInput
 from speculant.types import DraftTree
 from tests.unit.models.families import (
     FEW,
+    NATIVE,
     REPEATING,
     STATES,
     MakePair,
     Pair,
     Session,
+    cases,
     loading_pairs,
+    make_pair,
     on_backends,
     random_tokens,
 )
@@ -77,6 +81,14 @@ def test_whole_prompt(pair: Pair) -> None:
 @pytest.mark.parametrize("steady", on_backends("float64", families=STATES), indirect=True)
 def test_whole_prompt_in_float64(steady: Pair) -> None:
     torch.testing.assert_close(Session(steady.ours).extend(PROMPT), steady.reference(PROMPT), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("native", marks=NATIVE)])
+@pytest.mark.parametrize(("family", "variant"), [case for case in cases() if case[0] in STATES])
+def test_states_with_weights_of_usual_size(tmp_path: Path, family: str, variant: str, backend: str) -> None:
+    made = make_pair(tmp_path, family, variant, spread=False)
+    pair = made.on_native() if backend == "native" else made
+    torch.testing.assert_close(Session(pair.ours).extend(PROMPT), pair.reference(PROMPT), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("pair", on_backends("reference", "native", families=FEW), indirect=True)

@@ -464,15 +464,19 @@ class Pair:
         return logits
 
 
-def make_pair(folder: Path, family: str, variant: str) -> Pair:
-    """Make a random model in transformers, or in ours if it has none, save it, and load it with load_model."""
+def make_pair(folder: Path, family: str, variant: str, *, spread: bool = True) -> Pair:
+    """Make a random model in transformers, or in ours if it has none, save it, and load it with load_model.
+
+    spread: with the weights of `spread_weights`, not with those that transformers draws.
+    """
     settings = {**SMALL, **VARIANTS.get(family, {}).get(variant, {})}
     if family not in CONFIG_MAPPING:
         write_own(folder, family, settings)
         return Pair(None, load_model(str(folder)).model, folder)
     made_by = AutoModelForSeq2SeqLM if family in ENCODER_DECODERS else AutoModelForCausalLM
     theirs = made_by.from_config(AutoConfig.for_model(family, **settings)).eval()
-    spread_weights(theirs)
+    if spread:
+        spread_weights(theirs)
     theirs.save_pretrained(folder)
     return Pair(theirs, load_model(str(folder)).model, folder)
 
