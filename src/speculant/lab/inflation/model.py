@@ -30,7 +30,7 @@ from speculant.drafting.heads.folder import KIND
 from speculant.errors import ConfigError, ModelError
 from speculant.files import read_json
 from speculant.lab.checkpoints import stored_tensors, write_json, write_tensors
-from speculant.lab.inflation.enlargement import Enlargement, NoisyFiles, Shape, decoder_shape, grown_config
+from speculant.lab.inflation.enlargement import Enlargement, NoisyFiles, Shape, decoder_shape, grown_config, state_of
 from speculant.models import (
     HEAD,
     LAYER,
@@ -46,15 +46,16 @@ from speculant.models import (
 )
 from speculant.models.families.llama import read_config
 
+_READERS = r"(self_attn\.([qkv]|gate)_proj|linear_attn\.in_proj\w*|mlp\.(gate|up)_proj)"
 PARTS: Mapping[str, Part] = {
     r"model\.embed_(tokens|positions)\.weight": Part(Role.TABLE),
     r"lm_head\.weight": Part(Role.OUTPUT),
-    r".*self_attn\.[qk]_norm\.(weight|bias)": Part(Role.HEADS),
+    r".*(self_attn\.[qk]_norm|linear_attn\.norm)\.(weight|bias)": Part(Role.HEADS),
     r".*norm\.(weight|bias)": Part(Role.STATE),
-    r".*\.(self_attn\.[qkv]|mlp\.gate|mlp\.up)_proj\.weight": Part(Role.READER),
-    r".*\.(self_attn\.[qkv]|mlp\.gate|mlp\.up)_proj\.bias|.*\.sinks": Part(Role.READER_BIAS),
-    r".*\.(self_attn\.o|mlp\.down)_proj\.weight": Part(Role.WRITER),
-    r".*\.(self_attn\.o|mlp\.down)_proj\.bias": Part(Role.STATE),
+    rf".*\.{_READERS}\.weight": Part(Role.READER),
+    rf".*\.({_READERS}\.bias|sinks|conv1d\.(weight|bias)|A_log|dt_bias)": Part(Role.READER_BIAS),
+    r".*\.(self_attn\.o|linear_attn\.out|mlp\.down)_proj\.weight": Part(Role.WRITER),
+    r".*\.(self_attn\.o|linear_attn\.out|mlp\.down)_proj\.bias": Part(Role.STATE),
 }  # of a model's tensors, by patterns of names
 _OWN_FILES = ("config.json", "README.md")
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".index.json")
@@ -99,8 +100,9 @@ def inflate(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -> Non
     files = CheckpointFiles.open(source)
     decoder, attention = files.decoder, files.decoder.attention
     enlargement = Enlargement(
-        decoder_shape(decoder), shape, attention.head_dim, files.tensors.common_dtype(), attention.norm_all_heads
-    )
+        decoder_shape(decoder), shape, attention.head_dim, files.tensors.common_dtype(), attention.norm_all_heads,
+        state_of(decoder),
+    )  # fmt: skip
     grown, large = grown_config(files.config, decoder, shape)
     model = _Inflation(NoisyFiles(files.weights, noise), enlargement, decoder, large)
     weights = ("weights", parameters(decoder), parameters(large))

@@ -1,7 +1,7 @@
 """Training of heads, on texts that the target writes, with the target's distributions as the goal.
 
 blockwise, medusa    heads on one state: head i learns the target's distribution i + 1 tokens later
-eagle, eagle3        a decoder layer that continues from its own states, as it does in a draft
+eagle, eagle3, mtp   a decoder layer that continues from its own states, as it does in a draft
 pass                 look-ahead embeddings: row t after a token learns the target's distribution t tokens later
 """
 
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
+from speculant.drafting.heads import mtp
 from speculant.errors import ConfigError
-from speculant.lab.checkpoints import write_json, write_tensors
+from speculant.lab.checkpoints import stored_tensors, write_json, write_tensors
 from speculant.lab.training.config import HeadTrainingConfig
 from speculant.lab.training.losses import OutputHead, distances, overlaps, weighted
 from speculant.lab.training.network import attend_causally, attend_masked, load_plain, within_window
@@ -200,22 +201,7 @@ class RoundsObjective(HeadInTraining):
 
     @override
     def config(self) -> dict[str, Any]:
-        own = self._head.config.decoder
-        return {
-            "model_type": "llama",
-            "hidden_act": "silu",
-            "hidden_size": own.hidden_size,
-            "intermediate_size": inner_width(own.layers[0].mlp),
-            "num_hidden_layers": 1,
-            "num_attention_heads": own.attention.heads,
-            "num_key_value_heads": own.attention.kv_heads,
-            "head_dim": own.attention.head_dim,
-            "rms_norm_eps": own.norm.eps,
-            **rope_entries(own.attention.rope or _PLAIN),
-            "max_position_embeddings": own.max_positions,
-            "vocab_size": own.vocab_size,
-            **self._own_config,
-        }
+        return {**layer_entries(self._head.config.decoder), **self._own_config}
 
     @override
     def tensors(self) -> dict[str, Tensor]:
@@ -251,6 +237,24 @@ def layer_sizes(config: HeadTrainingConfig, target: Decoder) -> DecoderConfig:
     return DecoderConfig(
         Embedding(whole.vocab_size, whole.hidden_size), (layer,), norm, Head(), max_positions=whole.max_positions
     )
+
+
+def layer_entries(own: DecoderConfig) -> dict[str, Any]:
+    """Return the entries of config.json for such a layer."""
+    return {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": own.hidden_size,
+        "intermediate_size": inner_width(own.layers[0].mlp),
+        "num_hidden_layers": 1,
+        "num_attention_heads": own.attention.heads,
+        "num_key_value_heads": own.attention.kv_heads,
+        "head_dim": own.attention.head_dim,
+        "rms_norm_eps": own.norm.eps,
+        **rope_entries(own.attention.rope or _PLAIN),
+        "max_position_embeddings": own.max_positions,
+        "vocab_size": own.vocab_size,
+    }
 
 
 def begin_small(module: nn.Module, seed: int) -> None:
@@ -329,6 +333,43 @@ def new_eagle(config: HeadTrainingConfig, target: Decoder) -> EagleObjective:
         head.fc.weight[:, size:] += 0.5 * torch.eye(size)
     own = {"architectures": ["LlamaForCausalLM"], "bias": False}
     return EagleObjective(head, head, target, config.depth, own)
+
+
+class MtpObjective(RoundsObjective):
+    """Rounds whose states are those after the head's norm, as the first round's are those after the target's norm."""
+
+    @override
+    def tensors(self) -> dict[str, Tensor]:
+        made = stored_tensors(super().tensors(), self._head.config.decoder.tensors)
+        return {mtp.name_in_qwen(name): tensor for name, tensor in made.items()}
+
+
+def new_mtp(config: HeadTrainingConfig, target: Decoder) -> MtpObjective:
+    """Return a new block of Qwen3.5's arithmetic with the sizes of the target's attention, and small random weights.
+
+    Its attention is gated, and its norms' stored scales are those minus one, whatever the target's family.
+    """
+    own = mtp_entries(layer_sizes(config, target))
+    sizes = mtp.describe_qwen(own, (), target)
+    head = HeadDecoder(HeadConfig(sizes, StateEntry.NORMED, norm_output=True), target)
+    begin_small(head, config.seed)
+    with torch.no_grad():  # it begins as the target's state, of the target's size
+        for name, parameter in head.named_parameters():
+            if "norm" in name:
+                parameter.zero_()
+        head.fc.weight[:, target.hidden_size :] += torch.eye(target.hidden_size)
+        scales, size = target.model.norm.weight, head.norm.weight
+        assert size is not None
+        assert scales is not None, "a norm before a head has scales"
+        size += (scales + target.config.norm.offset).square().mean().sqrt() - sizes.norm.offset
+    return MtpObjective(head, head, target, config.depth, own)
+
+
+def mtp_entries(sizes: DecoderConfig) -> dict[str, Any]:
+    """Return the entries of config.json for a block of the same sizes."""
+    rotated = sizes.attention.rotated / sizes.attention.head_dim
+    kind = {"model_type": "qwen3_5_text", "layer_types": ["full_attention"], "mtp_num_hidden_layers": 1}
+    return {**layer_entries(sizes), **kind, "partial_rotary_factor": rotated}
 
 
 _MEASURED = 16  # texts for measuring the size of states
@@ -555,7 +596,7 @@ def new_pass(config: HeadTrainingConfig, target: Decoder) -> LookAheadObjective:
 
 KINDS: Mapping[str, HeadKind] = {  # by the names of their functions, which are those of the methods that draft
     make.__name__.removeprefix("new_"): HeadKind(make, own_output_head=make is new_eagle3)
-    for make in (new_blockwise, new_eagle, new_eagle3, new_medusa, new_pass)
+    for make in (new_blockwise, new_eagle, new_eagle3, new_medusa, new_mtp, new_pass)
 }
 
 _WATCHED = 16  # held-out texts that are measured during training

@@ -112,7 +112,7 @@ def new_objective(kind: str, folder: Path, target: Decoder, **changes: Any) -> t
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
 def test_rounds_are_drafts_from_every_row(kind: str, tmp_path: Path, target: Decoder) -> None:
     """Round m of training computes the same state for a row as the head for the m-th row of a draft."""
     objective, texts = new_objective(kind, tmp_path, target, depth=3)
@@ -168,7 +168,7 @@ def test_an_eagle3_head_learns(tmp_path: Path, target: Decoder) -> None:
     assert all(parameter.grad is None for parameter in target.parameters())
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
 def test_an_interrupted_run_ends_with_the_same_bits(
     kind: str, tmp_path: Path, target: Decoder, target_folder: str
 ) -> None:
@@ -295,10 +295,10 @@ def test_a_head_is_trained_for_any_family(case: tuple[str, str, str], tmp_path: 
     run.carry_out()
     speculative = {"method": kind, "model": str(config.out)}
     drafts(str(folder), speculative, max_tokens=examples(30, least=16), dtype="float64")
-    if kind.startswith("eagle"):
+    if kind in ("eagle", "eagle3", "mtp"):
         head = read_json(config.out / "config.json")
         rope = target.config.ropes[0] if target.config.ropes else Rope(10000.0)
-        assert read_rope(head, head["max_position_embeddings"]) == rope
+        assert read_rope(head, head["max_position_embeddings"], share=0.25 if kind == "mtp" else None) == rope
         assert head["intermediate_size"] == inner_width(target.config.layers[0].mlp)
 
 
