@@ -44,7 +44,19 @@ from speculant.drafting.heads.hidden import HiddenDrafter, HiddenStateRunner
 from speculant.drafting.heads.page import HeadPage, last_state, load_head, make_head_drafter, newest, sizes_of_family
 from speculant.errors import ModelError, SpeculantError
 from speculant.kernels import REFERENCE, Sampler
-from speculant.models import CausalLM, Chain, DecoderConfig, StateEntry, build_batch, count, read_plain, text_config
+from speculant.models import (
+    CausalLM,
+    Chain,
+    DecoderConfig,
+    HeadConfig,
+    Mapped,
+    StateEntry,
+    build_batch,
+    count,
+    head_shapes,
+    read_plain,
+    text_config,
+)
 from speculant.sampling import Node, distribution
 from speculant.types import CommittedRows, DraftTree, Request
 
@@ -145,6 +157,15 @@ OF_QWEN = HeadPage(
     flags=lambda weights: {"norm_output": True},
     sizes=describe_qwen,
 )
+
+
+def plain_weights(folder: HeadFolder, target: CausalLM) -> Mapped | None:
+    """Return the tensors of Qwen's head by the model's names, as its layer has them; None = the head is of another."""
+    weights = renamed(folder, lambda name: rename(name, target.num_layers))
+    if not weights.stored[MATRIX].startswith(QWEN):
+        return None
+    sizes = describe_qwen(folder.config, weights.names(), target)
+    return Mapped(weights, head_shapes(HeadConfig(sizes, OF_QWEN.entry), target), sizes.tensors)
 
 
 def _state_first(folder: HeadFolder, weights: Renamed) -> bool:

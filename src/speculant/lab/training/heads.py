@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from speculant.drafting.heads import mtp
 from speculant.errors import ConfigError
-from speculant.lab.checkpoints import stored_tensors, write_json, write_tensors
+from speculant.lab.checkpoints import stored_tensors, write_joined, write_json, write_tensors
 from speculant.lab.training.config import HeadTrainingConfig
 from speculant.lab.training.losses import OutputHead, distances, overlaps, weighted
 from speculant.lab.training.network import attend_causally, attend_masked, load_plain, within_window
@@ -45,6 +45,8 @@ from speculant.models import (
     Rope,
     StateEntry,
     inner_width,
+    read_model_config,
+    resolve_source,
     rope_entries,
     usual_taps,
 )
@@ -129,10 +131,14 @@ class HeadInTraining(Objective):
 
 @dataclass(frozen=True)
 class HeadKind:
-    """A kind of head. make: a new head for a target. own_output_head: whether it may have an output head of its own."""
+    """A kind of head. make: a new head for a target.
+
+    own_output_head: whether it may have an output head of its own. within_target: whether it may be among the weights.
+    """
 
     make: Callable[[HeadTrainingConfig, Decoder], HeadInTraining]
     own_output_head: bool = False
+    within_target: bool = False
 
 
 class FutureObjective(HeadInTraining):
@@ -338,6 +344,12 @@ def new_eagle(config: HeadTrainingConfig, target: Decoder) -> EagleObjective:
 class MtpObjective(RoundsObjective):
     """Rounds whose states are those after the head's norm, as the first round's are those after the target's norm."""
 
+    def is_described_in(self, config: Mapping[str, Any]) -> bool:
+        """Whether the drafter reads this layer by a target's config.json."""
+        own = self._head.config.decoder
+        found = mtp.describe_qwen(config, (), self._target)
+        return (found.layers, found.norm, found.tensors) == (own.layers, own.norm, own.tensors)
+
     @override
     def tensors(self) -> dict[str, Tensor]:
         made = stored_tensors(super().tensors(), self._head.config.decoder.tensors)
@@ -358,10 +370,10 @@ def new_mtp(config: HeadTrainingConfig, target: Decoder) -> MtpObjective:
             if "norm" in name:
                 parameter.zero_()
         head.fc.weight[:, target.hidden_size :] += torch.eye(target.hidden_size)
-        scales, size = target.model.norm.weight, head.norm.weight
-        assert size is not None
+        scales, own_scales = target.model.norm.weight, head.norm.weight
+        assert own_scales is not None
         assert scales is not None, "a norm before a head has scales"
-        size += (scales + target.config.norm.offset).square().mean().sqrt() - sizes.norm.offset
+        own_scales.add_((scales + target.config.norm.offset).square().mean().sqrt() - sizes.norm.offset)
     return MtpObjective(head, head, target, config.depth, own)
 
 
@@ -595,7 +607,7 @@ def new_pass(config: HeadTrainingConfig, target: Decoder) -> LookAheadObjective:
 
 
 KINDS: Mapping[str, HeadKind] = {  # by the names of their functions, which are those of the methods that draft
-    make.__name__.removeprefix("new_"): HeadKind(make, own_output_head=make is new_eagle3)
+    make.__name__.removeprefix("new_"): HeadKind(make, make is new_eagle3, make is new_mtp)
     for make in (new_blockwise, new_eagle, new_eagle3, new_medusa, new_mtp, new_pass)
 }
 
@@ -645,10 +657,28 @@ class HeadRun(TrainingRun[HeadTrainingConfig, HeadOutcome]):
 
     @override
     def _prepared(self) -> Trainer:
-        config, head, texts = self.config, self.head, self.texts
+        config, head = self.config, self.head
+        self._check_joined()
+        texts = self.texts
         head.use(texts)
         rates = config.matrix_lr, config.vector_lr
         return Trainer(config, self.folder, head.module, texts, head, rates, config.settings(), self._shown)
+
+    def _check_joined(self) -> None:
+        """Check that the drafter finds the head among the target's weights. Raises ConfigError."""
+        config, head = self.config, self.head
+        if config.with_target is None:
+            return
+        assert isinstance(head, MtpObjective)
+        place = resolve_source(config.target, "target")
+        if not place.is_dir() or not head.is_described_in(read_model_config(place)):
+            raise ConfigError(
+                f"config.json of {config.target} does not describe the layer of the head"
+                if place.is_dir() else f"{place.name} can't take up tensors of a head",
+                "leave out --with-target, and name the head as the draft model.",
+            )  # fmt: skip
+        if config.with_target.exists() and any(config.with_target.iterdir()):
+            raise ConfigError(f"{config.with_target} is not empty", "name a new folder, or empty this one.")
 
     def _shown(self) -> str:
         """Return the head's acceptance on the first held-out texts."""
@@ -681,6 +711,8 @@ class HeadRun(TrainingRun[HeadTrainingConfig, HeadOutcome]):
         written = {"speculant_head": config.kind, **head.config(), "rank_shares": shares, "training": effort}
         write_json(config.out / "config.json", written)
         (config.out / "README.md").write_text(_card(config, outcome), encoding="utf-8")
+        if config.with_target is not None:
+            write_joined(resolve_source(config.target, "target"), file, config.with_target, {mtp.COUNTS[0]: 1})
         return outcome
 
     @override
