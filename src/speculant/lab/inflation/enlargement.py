@@ -317,7 +317,9 @@ class Enlargement:
         """Put the small tensor's rows [n, ...] into those of the large one, at the beginning of each part."""
         parts = self._parts(name)
         sizes = [[math.prod(each) for each in side] for side in zip(*parts, strict=True)]
-        rows = zip(parts, *(each.split_with_sizes(own) for each, own in zip((small, made), sizes, strict=True)), strict=True)
+        rows = zip(
+            parts, *(each.split_with_sizes(own) for each, own in zip((small, made), sizes, strict=True)), strict=True
+        )
         for (few, places), own, place in rows:
             place.unflatten(0, places)[: few[0], : few[1]] = own.unflatten(0, few)
         return made
