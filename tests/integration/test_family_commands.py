@@ -43,11 +43,11 @@ def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def can_grow(folder: Path) -> bool:
-    """Whether a model can be inflated: no experts, states or encoder, and no arithmetic that follows from sizes."""
+    """Whether a model can be inflated: no experts or encoder, and no arithmetic that follows from sizes."""
     config = read_model_config(folder)
     decoder = read_description(config)
     kept = config["model_type"] in FOLLOWS_SIZES or any(isinstance(layer.mlp, Experts) for layer in decoder.layers)
-    return decoder.encoder is None and not kept and not decoder.states
+    return decoder.encoder is None and not kept
 
 
 def fewer(cases: list[Any]) -> list[Any]:

@@ -144,23 +144,47 @@ class Recurrence(ABC):
         """Return the results S^T q [..., n, heads, head_dim] of rows."""
 
 
+CHUNK = 64  # rows
+
+
+def change_by_rows(state: Tensor, rows: StateInputs) -> tuple[Tensor, Tensor]:
+    """Return a state [..., heads, key_dim, head_dim] after rows, and their results S^T q [..., n, heads, head_dim].
+
+    All rows at once, for training: their vectors d solve a triangular system (arXiv 2412.06464, section 3.3). The
+    results round otherwise than those of `change`.
+    """
+    key, value, query = (each.transpose(-3, -2) for each in (rows.key, rows.value, rows.query))  # [..., heads, n, dim]
+    rate, slopes = rows.rate.mT[..., None], rows.decay.mT.clamp(min=torch.finfo(rows.decay.dtype).tiny).log()
+    sums = slopes.cumsum(-1)
+    later = torch.ones(key.shape[-2], key.shape[-2], dtype=torch.bool, device=key.device).triu(1)
+    kept = (sums[..., None] - sums[..., None, :]).masked_fill(later, -torch.inf).exp()  # of row j in row i
+    since = sums.exp()[..., None]
+    system = (rate * kept * (key @ key.mT)).tril(-1)
+    added = torch.linalg.solve_triangular(
+        system, rate * (value - since * (key @ state)), upper=False, unitriangular=True
+    )
+    results = since * (query @ state) + (kept * (query @ key.mT)) @ added
+    state = since[..., -1:, :] * state + (key * kept[..., -1, :, None]).mT @ added
+    return state, results.transpose(-3, -2)
+
+
 class WholeTexts(Recurrence):
     """Texts [..., n, ...] without a cache."""
 
     @override
     def convolve(self, layer: int, of: State, columns: Tensor, weight: Tensor) -> Tensor:
         padded = torch.nn.functional.pad(columns, (0, 0, of.conv - 1, 0))
-        return (padded.unfold(-2, of.conv, 1) * weight).sum(-1)
+        return torch.nn.functional.conv1d(padded.mT, weight[:, None], groups=of.width).mT
 
     @override
     def recur(self, layer: int, of: State, rows: StateInputs) -> Tensor:
         *batch, n = rows.query.shape[:-2]
         state, results = rows.query.new_zeros(*batch, of.heads, of.key_dim, of.head_dim), list[Tensor]()
-        for row in range(n):
-            key, value, decay, rate, query = (each.select(len(batch), row) for each in rows)
-            state, _ = change(state, key, value, decay, rate)
-            results.append((state * query[..., None]).sum(-2))
-        return torch.stack(results, len(batch))
+        for first in range(0, n, CHUNK):
+            chunk = StateInputs(*(each.narrow(len(batch), first, min(CHUNK, n - first)) for each in rows))
+            state, result = change_by_rows(state, chunk)
+            results.append(result)
+        return torch.cat(results, len(batch))
 
 
 def recurrence_of(attend: Attend) -> Recurrence:

@@ -14,8 +14,9 @@ prefix `model.`:
     layers.L+m.{enorm, hnorm, eh_proj, shared_head.norm, shared_head.head}             DeepSeek; the target has L layers
 
 The columns of the matrix for the embedding come first; in MiMo's files they come last. Qwen's norms add one to the
-stored scales, and its layer is like the target's layers with attention, output gate included. For each further token,
-DeepSeek's head reads its own state before the final norm, and the other heads read their state after it. The embedding
+stored scales, and its layer is like the target's layers with attention, output gate included. The first drafted token
+comes from the target's state after its final norm. For each further token, DeepSeek's head reads its own state before
+the final norm, and the other heads read their state after it. The embedding
 is the target's. So is the output head, unless the file has `shared_head.head`.
 
 Memory: the weights, and a KV cache for each module. Cost: a pass of the layer and of the output head for each drafted
@@ -25,7 +26,7 @@ token; a chain or tree of one module is one native call.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,16 +44,25 @@ from speculant.drafting.heads.hidden import HiddenDrafter, HiddenStateRunner
 from speculant.drafting.heads.page import HeadPage, last_state, load_head, make_head_drafter, newest, sizes_of_family
 from speculant.errors import ModelError, SpeculantError
 from speculant.kernels import REFERENCE, Sampler
-from speculant.models import CausalLM, Chain, DecoderConfig, StateEntry, build_batch, count, read_plain, text_config
+from speculant.models import (
+    CausalLM,
+    Chain,
+    DecoderConfig,
+    HeadConfig,
+    Mapped,
+    StateEntry,
+    build_batch,
+    count,
+    head_shapes,
+    read_plain,
+    text_config,
+)
 from speculant.sampling import Node, distribution
 from speculant.types import CommittedRows, DraftTree, Request
 
 KIND = "mtp"
 METHOD = Method(default_length=3, uses_model=True, uses_head=True, in_target=True)
 MATRIX, LAYER, QWEN = "fc.weight", "layers.0.self_attn.o_proj.weight", "mtp."
-# Whether Qwen's head reads states after the final norm: the target's, and for each further token its own. Sources
-# disagree. vLLM gives it these; other implementations give it the states before the norm.
-QWEN_AFTER_NORM = True
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # keys of config.json
 PARTS = {
     "token_layernorm": "token_norm", "pre_fc_norm_embedding": "token_norm", "enorm": "token_norm",
@@ -77,7 +87,7 @@ def build(context: DrafterContext) -> HiddenDrafter:
     options = read_options(context, MtpOptions)
     target = require_target(context.target.model)
     folder = HeadFolder.open(str(context.model), KIND, among=True)
-    layers, number = read_layers(folder, target), count_modules(folder, target.num_layers)
+    layers, number = last_state(folder, target), count_modules(folder, target.num_layers)
     if number == 1 or options.tree is not None:
         return make_head_drafter(context, load(folder, target), layers, newest, options.tree)
     modules = [
@@ -96,12 +106,6 @@ def stored_in(place: Path, num_layers: int) -> int:
         names = {rename(name, num_layers) for name in folder.names()}
         return count_modules(folder, num_layers) if MATRIX in names else 0
     return 0
-
-
-def read_layers(folder: HeadFolder, target: CausalLM) -> tuple[int, ...]:
-    """Return the layer whose states the head reads: those before or after the target's final norm."""
-    before = f"{QWEN}{MATRIX}" in folder.names() and not QWEN_AFTER_NORM
-    return (target.num_layers,) if before else last_state(folder, target)
 
 
 def count_modules(folder: HeadFolder, num_layers: int) -> int:
@@ -141,14 +145,27 @@ def _with_offset(sizes: DecoderConfig) -> DecoderConfig:
     return replace(sizes, norm=norm, layers=tuple(layers))
 
 
+def describe_qwen(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> DecoderConfig:
+    """Describe the layer of Qwen's head, from config.json; see `sizes_of_family`."""
+    return _with_offset(sizes_of_family(config, names, target))
+
+
 OF_QWEN = HeadPage(
     KIND,
     StateEntry.NORMED,
     str,
-    describe=lambda sizes, weights, target: _with_offset(sizes),
-    flags=lambda weights: {"norm_output": QWEN_AFTER_NORM},
-    sizes=sizes_of_family,
+    flags=lambda weights: {"norm_output": True},
+    sizes=describe_qwen,
 )
+
+
+def plain_weights(folder: HeadFolder, target: CausalLM) -> Mapped | None:
+    """Return the tensors of Qwen's head by the model's names, as its layer has them; None = the head is of another."""
+    weights = renamed(folder, lambda name: rename(name, target.num_layers))
+    if not weights.stored[MATRIX].startswith(QWEN):
+        return None
+    sizes = describe_qwen(folder.config, weights.names(), target)
+    return Mapped(weights, head_shapes(HeadConfig(sizes, OF_QWEN.entry), target), sizes.tensors)
 
 
 def _state_first(folder: HeadFolder, weights: Renamed) -> bool:
@@ -165,6 +182,13 @@ def rename(name: str, num_layers: int, module: int = 0) -> str | None:
     if part in PARTS and not name.startswith(f"{QWEN}layers."):
         return f"{PARTS[part]}{kind}"
     return None if part == "embed_tokens" else f"layers.0.{part}{kind}"
+
+
+def name_in_qwen(name: str) -> str:
+    """Return Qwen's name of a tensor of the model, whose layer is one; the inverse of `rename`."""
+    part, _, kind = name.rpartition(".")
+    own = {"token_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden"}
+    return f"{QWEN}{own.get(part, part)}.{kind}"
 
 
 class ModuleRunner(HiddenStateRunner):

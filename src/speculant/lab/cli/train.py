@@ -55,6 +55,7 @@ _HEAD_EXAMPLES = examples(
     "speculant train head --kind eagle3 --target demo --out eagle3-head --draft-vocab 2048 --minutes 20",
     "speculant train head --kind eagle3 --target MODEL --chat --out head --draft-vocab 8192 --minutes 90",
     "speculant train head --kind medusa --target demo --out medusa-head --num-heads 4 --steps 2000",
+    "speculant train head --kind mtp --target MODEL --out head --with-target MODEL-mtp --minutes 90",
 )
 _SEQ2SEQ_EXAMPLES = examples(
     "speculant train seq2seq english.txt german.txt --out target --minutes 60",

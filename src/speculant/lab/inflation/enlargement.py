@@ -5,8 +5,8 @@ readers  |W/2|W/2| 0 |    the quotient is a power of two, so that no bit is lost
 writers  | W | W | W |    as rows
 
 The small model's heads and rows come first. The others hold random weights, which are read and multiplied as usual, and
-their results meet zeros. Where one norm is of all heads together, further heads repeat the queries and keys of the
-small model's, so that the norm stays the same.
+their results meet zeros. A layer with a state in place of attention grows with the hidden size. Where one norm is of
+all heads together, further heads repeat the queries and keys of the small model's, so that the norm stays the same.
 """
 
 from __future__ import annotations
@@ -21,11 +21,20 @@ from torch import Tensor
 
 from speculant.drafting import Part, Role
 from speculant.errors import ConfigError, ModelError, suggest
-from speculant.models import DecoderConfig, Experts, Layer, Mlp, WeightSource, read_description, read_plain
+from speculant.models import (
+    DecoderConfig,
+    Experts,
+    Layer,
+    Mlp,
+    State,
+    WeightSource,
+    read_description,
+    read_plain,
+)
 
 _OTHER_NAMES = {
     "hidden_size": ("n_embd", "word_embed_proj_dim"),
-    "intermediate_size": ("n_inner", "ffn_dim"),
+    "intermediate_size": ("n_inner", "ffn_dim", "block_ff_dim"),
     "num_hidden_layers": ("n_layer",),
     "num_attention_heads": ("n_head",),
 }  # that sizes have in the config.json of some families
@@ -81,16 +90,13 @@ def named_shape(name: str, head_dim: int) -> Shape:
 
 
 def decoder_shape(decoder: DecoderConfig) -> Shape:
-    """Return the sizes of a model. Raises ModelError if layers have other ones, experts or states, or for encoders."""
+    """Return the sizes of a model. Raises ModelError if its layers differ in them or have experts, or for encoders."""
     if decoder.encoder is not None:
         raise ModelError("encoder-decoder models can't be inflated", "use a model without an encoder.")
     if any(isinstance(layer.mlp, Experts) for layer in decoder.layers):
         raise ModelError("models with experts can't be inflated", "use a dense model.")
-    if decoder.states:
-        raise ModelError(
-            "models that have a state in place of attention can't be inflated",
-            "use a model with attention in all layers.",
-        )
+    if len({*decoder.states} - {None}) > 1:
+        raise ModelError("models whose layers have states of different sizes can't be inflated", "use another model.")
     if len({layer.mlp.size for layer in decoder.layers}) > 1:
         raise ModelError("models whose layers have MLPs of different sizes can't be inflated", "use another model.")
     of = decoder.attention
@@ -120,7 +126,7 @@ def grown_config(hf: Mapping[str, Any], small: DecoderConfig, shape: Shape) -> t
         raise ConfigError(
             f"a model of the type {hf.get('model_type')!r} would have {', '.join(wrong)}", "choose these sizes."
         )
-    layers = tuple(_resized(layer, shape) for layer in small.layers)
+    layers = tuple(_resized(layer, shape, shape.hidden_size // small.hidden_size) for layer in small.layers)
     embedding = replace(small.embedding, hidden_size=shape.hidden_size, scale=large.embedding.scale)
     kept = (layers, embedding, small.norm, replace(small.head, tied=False), small.max_positions)
     if kept != (large.layers[: len(layers)], large.embedding, large.norm, large.head, large.max_positions):
@@ -139,8 +145,12 @@ def _enlarged(hf: Mapping[str, Any], small: DecoderConfig, shape: Shape) -> dict
     for size, names in _OTHER_NAMES.items():
         grown |= {name: sizes[size] for name in names if name in hf}
     grown |= {key: _extended(value, shape.num_hidden_layers) for key, value in hf.items() if _is_of_layers(key, value)}
+    if of := state_of(small):
+        large = enlarged_state(of, shape.hidden_size // small.hidden_size)
+        grown |= {"linear_num_key_heads": large.key_heads, "linear_num_value_heads": large.heads} if of.heads else {}
     if read_description(grown).layers[0].mlp.size != shape.intermediate_size:
         grown |= dict.fromkeys(_OTHER_NAMES["intermediate_size"], shape.intermediate_size)
+        grown |= {"block_auto_adjust_ff_dim": False}
     return grown
 
 
@@ -154,12 +164,26 @@ def _extended(values: list[Any], count: int) -> list[Any]:
     return (values * -(-count // len(values)))[:count]
 
 
-def _resized(layer: Layer, shape: Shape) -> Layer:
+def state_of(decoder: DecoderConfig) -> State | None:
+    """Return the state that layers of a model have in place of attention."""
+    return next(filter(None, decoder.states), None)
+
+
+def enlarged_state(of: State, copies: int) -> State:
+    """Return a state for a hidden size of so many times the small one's."""
+    return replace(of, width=copies * of.width, heads=copies * of.heads, key_heads=copies * of.key_heads)
+
+
+def _resized(layer: Layer, shape: Shape, copies: int) -> Layer:
     assert isinstance(layer.mlp, Mlp)
-    resized = layer.attending(heads=shape.num_attention_heads, kv_heads=shape.num_key_value_heads)
-    return replace(resized, mlp=replace(layer.mlp, size=shape.intermediate_size))
+    resized = replace(layer, mlp=replace(layer.mlp, size=shape.intermediate_size))
+    if layer.state:
+        return replace(resized, state=enlarged_state(layer.state, copies))
+    return resized.attending(heads=shape.num_attention_heads, kv_heads=shape.num_key_value_heads)
 
 
+_Units = tuple[int, int, int]  # groups of rows, heads of each group, rows of a head
+_OF_HEADS = ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")  # tensors with a row for each head of a state
 _SEED, _NOISE_SEED, _SCALE = 0, 1, 0.02  # of the random weights, and of noise
 
 
@@ -192,7 +216,7 @@ class NoisyFiles:
 class Enlargement:
     """From a small shape to a larger one; the heads' dimension stays. Random weights are of the type `dtype`.
 
-    normed_together: whether one norm is of all query heads, and one of all key heads.
+    normed_together: whether one norm is of all query heads, and one of all key heads. state: that of small layers.
     Raises ConfigError if a part of the small shape has no place in the large one.
     """
 
@@ -201,6 +225,7 @@ class Enlargement:
     head_dim: int
     dtype: torch.dtype
     normed_together: bool = False
+    state: State | None = None
     _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(_SEED))
 
     def __post_init__(self) -> None:
@@ -265,34 +290,48 @@ class Enlargement:
         """Put a layer's matrix [n, streams * hidden] that reads the stream before random rows; see `reading`."""
         if self._repeats(name):
             return self._repeated(self.reading(matrix, name, streams), name)
-        rows, places = self._units(name, self.small), self._units(name, self.large)
         made = self.random_reader(name, streams)
-        made.view(*places, -1)[: rows[0], : rows[1]] = self.reading(matrix, name, streams).view(*rows, -1)
-        return made
+        return self._put(made, self.reading(matrix, name, streams), name)
 
     def read_bias(self, bias: Tensor, name: str) -> Tensor:
-        """Put the bias [n] of such a matrix before zeros."""
+        """Put the bias [n], or other numbers of such rows, before zeros."""
         if self._repeats(name):
             return self._repeated(bias, name)
-        rows, places = self._units(name, self.small), self._units(name, self.large)
-        made = torch.zeros(math.prod(places), dtype=bias.dtype)
-        made.view(places)[: rows[0], : rows[1]] = bias.view(rows)
-        return made
+        return self._put(bias.new_zeros(self._rows(name), *bias.shape[1:]), bias, name)
 
     def writer(self, matrix: Tensor, name: str) -> Tensor:
         """Put a layer's matrix [hidden, n] that writes the stream before columns of zeros."""
-        columns, places = self._units(name, self.small), self._units(name, self.large)
-        made = torch.zeros(self.large.hidden_size, math.prod(places), dtype=self.dtype)
-        made.view(-1, *places)[:, : columns[0], : columns[1]] = self.written(matrix).view(-1, *columns)
+        made = torch.zeros(self.large.hidden_size, self._rows(name), dtype=self.dtype)
+        self._put(made.mT, self.written(matrix).mT, name)
         return made
 
     def random_reader(self, name: str, streams: int = 1) -> Tensor:
         """Make the matrix of this name with random rows alone."""
-        size = math.prod(self._units(name, self.large)), streams * self.large.hidden_size
+        size = self._rows(name), streams * self.large.hidden_size
         return torch.empty(size, dtype=self.dtype).normal_(0, _SCALE, generator=self._generator)
 
-    def _units(self, name: str, shape: Shape) -> tuple[int, int, int]:
-        """Return the side of a matrix that is not the stream's: its groups, the heads of each, a head's dimensions."""
+    def _rows(self, name: str) -> int:
+        return sum(math.prod(places) for _, places in self._parts(name))
+
+    def _put(self, made: Tensor, small: Tensor, name: str) -> Tensor:
+        """Put the small tensor's rows [n, ...] into those of the large one, at the beginning of each part."""
+        parts = self._parts(name)
+        sizes = [[math.prod(each) for each in side] for side in zip(*parts, strict=True)]
+        rows = zip(
+            parts, *(each.split_with_sizes(own) for each, own in zip((small, made), sizes, strict=True)), strict=True
+        )
+        for (few, places), own, place in rows:
+            place.unflatten(0, places)[: few[0], : few[1]] = own.unflatten(0, few)
+        return made
+
+    def _parts(self, name: str) -> list[tuple[_Units, _Units]]:
+        """Return the parts of the side of a matrix that is not the stream's, in the small shape and in the large."""
+        if self.state is not None and "linear_attn." in name:
+            sides = (_state_sizes(of, name) for of in (self.state, enlarged_state(self.state, self.copies)))
+            return [((few, 1, 1), (many, 1, 1)) for few, many in zip(*sides, strict=True)]
+        return [(self._units(name, self.small), self._units(name, self.large))]
+
+    def _units(self, name: str, shape: Shape) -> _Units:
         if "self_attn." not in name:
             return shape.intermediate_size, 1, 1
         per_group = 1 if any(part in name for part in ("k_proj", "v_proj", "k_norm")) else shape.group_size
@@ -304,10 +343,19 @@ class Enlargement:
 
     def _repeated(self, tensor: Tensor, name: str) -> Tensor:
         """Repeat the heads of a tensor [n, ...]."""
-        rows, places = self._units(name, self.small), self._units(name, self.large)
+        ((rows, places),) = self._parts(name)
         times = [wide // narrow for wide, narrow in zip(places, rows, strict=True)]
         made = tensor.view(*rows, -1).repeat(*times, 1)
         return made.view(math.prod(places), *tensor.shape[1:])
+
+
+def _state_sizes(of: State, name: str) -> list[int]:
+    """Return the sizes of the parts of a tensor's rows, of which each has those of the small model first."""
+    if "in_proj_qkv" in name or (of.heads and "conv1d" in name):
+        return [of.key_size, of.key_size, of.size]
+    if "in_proj." in name:
+        return [of.width] * 3
+    return [of.heads if name.endswith(_OF_HEADS) else of.size]
 
 
 def _spread(matrix: Tensor, copies: int, name: str) -> Tensor:

@@ -26,16 +26,18 @@ import torch
 from torch import Tensor
 
 from speculant.drafting import FILE as SHORT_HEAD, HeadFolder, HeadParts, Part, Role, head_parts
+from speculant.drafting.heads import mtp
 from speculant.drafting.heads.folder import KIND
 from speculant.errors import ConfigError, ModelError
 from speculant.files import read_json
-from speculant.lab.checkpoints import stored_tensors, write_json, write_tensors
-from speculant.lab.inflation.enlargement import Enlargement, NoisyFiles, Shape, decoder_shape, grown_config
+from speculant.lab.checkpoints import copy_files, make_folder, stored_tensors, write_index, write_json, write_tensors
+from speculant.lab.inflation.enlargement import Enlargement, NoisyFiles, Shape, decoder_shape, grown_config, state_of
 from speculant.models import (
     HEAD,
     LAYER,
     TABLE,
     CheckpointFiles,
+    Decoder,
     DecoderConfig,
     count,
     parameters,
@@ -46,18 +48,18 @@ from speculant.models import (
 )
 from speculant.models.families.llama import read_config
 
+_READERS = r"(self_attn\.([qkv]|gate)_proj|linear_attn\.in_proj\w*|mlp\.(gate|up)_proj)"
 PARTS: Mapping[str, Part] = {
     r"model\.embed_(tokens|positions)\.weight": Part(Role.TABLE),
     r"lm_head\.weight": Part(Role.OUTPUT),
-    r".*self_attn\.[qk]_norm\.(weight|bias)": Part(Role.HEADS),
+    r".*(self_attn\.[qk]_norm|linear_attn\.norm)\.(weight|bias)": Part(Role.HEADS),
     r".*norm\.(weight|bias)": Part(Role.STATE),
-    r".*\.(self_attn\.[qkv]|mlp\.gate|mlp\.up)_proj\.weight": Part(Role.READER),
-    r".*\.(self_attn\.[qkv]|mlp\.gate|mlp\.up)_proj\.bias|.*\.sinks": Part(Role.READER_BIAS),
-    r".*\.(self_attn\.o|mlp\.down)_proj\.weight": Part(Role.WRITER),
-    r".*\.(self_attn\.o|mlp\.down)_proj\.bias": Part(Role.STATE),
-}  # of a model's tensors, by patterns of names
-_OWN_FILES = ("config.json", "README.md")
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".index.json")
+    r"fc\.weight": Part(Role.BETWEEN, streams=2),
+    rf".*\.{_READERS}\.weight": Part(Role.READER),
+    rf".*\.({_READERS}\.bias|sinks|conv1d\.(weight|bias)|A_log|dt_bias)": Part(Role.READER_BIAS),
+    r".*\.(self_attn\.o|linear_attn\.out|mlp\.down)_proj\.weight": Part(Role.WRITER),
+    r".*\.(self_attn\.o|linear_attn\.out|mlp\.down)_proj\.bias": Part(Role.STATE),
+}  # of a model's tensors and of those of a head among them, by patterns of names
 
 _CARD = """\
 ---
@@ -99,13 +101,15 @@ def inflate(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -> Non
     files = CheckpointFiles.open(source)
     decoder, attention = files.decoder, files.decoder.attention
     enlargement = Enlargement(
-        decoder_shape(decoder), shape, attention.head_dim, files.tensors.common_dtype(), attention.norm_all_heads
-    )
+        decoder_shape(decoder), shape, attention.head_dim, files.tensors.common_dtype(), attention.norm_all_heads,
+        state_of(decoder),
+    )  # fmt: skip
     grown, large = grown_config(files.config, decoder, shape)
-    model = _Inflation(NoisyFiles(files.weights, noise), enlargement, decoder, large)
+    head = _grown_head(source, files, enlargement, noise)
+    model = _Inflation(NoisyFiles(files.weights, noise), enlargement, decoder, large, head)
     weights = ("weights", parameters(decoder), parameters(large))
     make_folder(folder)
-    _copy_files(source, folder)
+    copy_files(source, folder)
     _write_weights(folder, model)
     rows = [(key, size, getattr(shape, key)) for key, size in asdict(enlargement.small).items()]
     card = filled_card(_CARD, source, enlargement, [*rows, weights], noise)
@@ -117,29 +121,33 @@ class _Inflation:
     """The tensors of the larger model, made from those of the small one."""
 
     def __init__(
-        self, weights: NoisyFiles, enlargement: Enlargement, small: DecoderConfig, large: DecoderConfig
-    ) -> None:
+        self, weights: NoisyFiles, enlargement: Enlargement, small: DecoderConfig, large: DecoderConfig,
+        head: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
         self._weights, self._enlargement, self._small, self._large = weights, enlargement, small, large
+        self._head = head
         self._names, self._shapes = tensor_shapes(small).keys(), tensor_shapes(large)
 
     @property
     def num_parts(self) -> int:
         """The number of parts."""
-        return 1 + self._large.num_layers
+        return 1 + self._large.num_layers + bool(self._head)
 
     def parts(self) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors by the files' names: the ends of the model, then each layer."""
+        """Yield the tensors by the files' names: the ends of the model, each layer, and the head among them."""
         in_layers = LAYER.partition("{")[0]
         yield self._part([name for name in self._shapes if not name.startswith(in_layers)])
         for layer in range(self._large.num_layers):
             at = LAYER.format(layer)
             yield self._part([name for name in self._shapes if name.startswith(at)])
+        if self._head:
+            yield dict(self._head)
 
     def _part(self, names: Sequence[str]) -> dict[str, Tensor]:
         return stored_tensors({name: self._made(name) for name in names}, self._large.tensors)
 
     def _made(self, name: str) -> Tensor:
-        part = next(part for pattern, part in PARTS.items() if re.fullmatch(pattern, name))
+        part = _part_of_model(name)
         stored = TABLE if name == HEAD and self._small.head.tied else name
         if stored not in self._names:
             return self._further(part, name)
@@ -168,21 +176,26 @@ class _Inflation:
         return made
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder. Raises ConfigError if it can't be made or holds files, which could be mixed with the model's."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder} can't be made: {error}", "name a folder that you may write to.") from error
-    if any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty", "name a new folder, or empty this one.")
+def _part_of_model(name: str) -> Part:
+    return next(part for pattern, part in PARTS.items() if re.fullmatch(pattern, name))
 
 
-def _copy_files(source: Path, folder: Path) -> None:
-    """Copy the tokenizer and the other files of a model, without weights and files that are written anew."""
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.name not in _OWN_FILES and not file.name.endswith(_WEIGHT_FILES):
-            shutil.copyfile(file, folder / file.name)
+def _grown_head(source: Path, files: CheckpointFiles, enlargement: Enlargement, noise: float) -> dict[str, Tensor]:
+    """Return the tensors of a head in Qwen's form among the weights of `source`, at the large shape; {} = it has none.
+
+    A head in another form is left out.
+    """
+    if not mtp.stored_in(source, files.decoder.num_layers):
+        return {}
+    with torch.device("meta"):
+        target = Decoder(files.decoder)
+    found = mtp.plain_weights(HeadFolder.open(str(source), mtp.KIND, among=True), target)
+    if found is None:
+        return {}
+    weights = NoisyFiles(found, noise)
+    made = {name: enlargement.grown(_part_of_model(name), weights.read(name), name) for name in sorted(weights.names())}
+    stored = stored_tensors(made, found.tensors)
+    return {mtp.name_in_qwen(name): tensor.contiguous() for name, tensor in stored.items()}
 
 
 def _write_weights(folder: Path, model: _Inflation) -> None:
@@ -194,8 +207,7 @@ def _write_weights(folder: Path, model: _Inflation) -> None:
         write_tensors(file, tensors)
         files.update(dict.fromkeys(tensors, file.name))
         total += sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": files}
-    write_json(folder / "model.safetensors.index.json", index)
+    write_index(folder, files, total)
 
 
 def filled_card(

@@ -346,6 +346,9 @@ class HeadTrainingConfig(TargetRunConfig):
     draft_vocab: Annotated[
         int | None, "Tokens of an output head of its own. Without it, the head uses the target's."
     ] = None
+    with_target: Annotated[
+        Path | None, "Also write the target to this folder, with the head among its weights: it drafts by default."
+    ] = None
     warmup: _Warmup = 50
     matrix_lr: Annotated[float, "Peak learning rate of matrices (Muon)."] = 0.02
     vector_lr: Annotated[float, "Peak learning rate of all other weights (AdamW)."] = 0.002
@@ -366,6 +369,12 @@ class HeadTrainingConfig(TargetRunConfig):
             raise ConfigError(
                 f"heads of the kind {self.kind} have no output head of their own",
                 f"leave out --draft-vocab, or train one of the kind {' or '.join(able)}.",
+            )
+        if self.with_target is not None and not KINDS[self.kind].within_target:
+            able = [name for name, kind in KINDS.items() if kind.within_target]
+            raise ConfigError(
+                f"heads of the kind {self.kind} are not among a target's weights",
+                f"leave out --with-target, or train one of the kind {' or '.join(able)}.",
             )
         _ = self.schedule
 

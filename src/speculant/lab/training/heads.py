@@ -1,7 +1,7 @@
 """Training of heads, on texts that the target writes, with the target's distributions as the goal.
 
 blockwise, medusa    heads on one state: head i learns the target's distribution i + 1 tokens later
-eagle, eagle3        a decoder layer that continues from its own states, as it does in a draft
+eagle, eagle3, mtp   a decoder layer that continues from its own states, as it does in a draft
 pass                 look-ahead embeddings: row t after a token learns the target's distribution t tokens later
 """
 
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
+from speculant.drafting.heads import mtp
 from speculant.errors import ConfigError
-from speculant.lab.checkpoints import write_json, write_tensors
+from speculant.lab.checkpoints import stored_tensors, write_joined, write_json, write_tensors
 from speculant.lab.training.config import HeadTrainingConfig
 from speculant.lab.training.losses import OutputHead, distances, overlaps, weighted
 from speculant.lab.training.network import attend_causally, attend_masked, load_plain, within_window
@@ -44,6 +45,8 @@ from speculant.models import (
     Rope,
     StateEntry,
     inner_width,
+    read_model_config,
+    resolve_source,
     rope_entries,
     usual_taps,
 )
@@ -128,10 +131,14 @@ class HeadInTraining(Objective):
 
 @dataclass(frozen=True)
 class HeadKind:
-    """A kind of head. make: a new head for a target. own_output_head: whether it may have an output head of its own."""
+    """A kind of head. make: a new head for a target.
+
+    own_output_head: whether it may have an output head of its own. within_target: whether it may be among the weights.
+    """
 
     make: Callable[[HeadTrainingConfig, Decoder], HeadInTraining]
     own_output_head: bool = False
+    within_target: bool = False
 
 
 class FutureObjective(HeadInTraining):
@@ -200,22 +207,7 @@ class RoundsObjective(HeadInTraining):
 
     @override
     def config(self) -> dict[str, Any]:
-        own = self._head.config.decoder
-        return {
-            "model_type": "llama",
-            "hidden_act": "silu",
-            "hidden_size": own.hidden_size,
-            "intermediate_size": inner_width(own.layers[0].mlp),
-            "num_hidden_layers": 1,
-            "num_attention_heads": own.attention.heads,
-            "num_key_value_heads": own.attention.kv_heads,
-            "head_dim": own.attention.head_dim,
-            "rms_norm_eps": own.norm.eps,
-            **rope_entries(own.attention.rope or _PLAIN),
-            "max_position_embeddings": own.max_positions,
-            "vocab_size": own.vocab_size,
-            **self._own_config,
-        }
+        return {**layer_entries(self._head.config.decoder), **self._own_config}
 
     @override
     def tensors(self) -> dict[str, Tensor]:
@@ -251,6 +243,24 @@ def layer_sizes(config: HeadTrainingConfig, target: Decoder) -> DecoderConfig:
     return DecoderConfig(
         Embedding(whole.vocab_size, whole.hidden_size), (layer,), norm, Head(), max_positions=whole.max_positions
     )
+
+
+def layer_entries(own: DecoderConfig) -> dict[str, Any]:
+    """Return the entries of config.json for such a layer."""
+    return {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": own.hidden_size,
+        "intermediate_size": inner_width(own.layers[0].mlp),
+        "num_hidden_layers": 1,
+        "num_attention_heads": own.attention.heads,
+        "num_key_value_heads": own.attention.kv_heads,
+        "head_dim": own.attention.head_dim,
+        "rms_norm_eps": own.norm.eps,
+        **rope_entries(own.attention.rope or _PLAIN),
+        "max_position_embeddings": own.max_positions,
+        "vocab_size": own.vocab_size,
+    }
 
 
 def begin_small(module: nn.Module, seed: int) -> None:
@@ -329,6 +339,49 @@ def new_eagle(config: HeadTrainingConfig, target: Decoder) -> EagleObjective:
         head.fc.weight[:, size:] += 0.5 * torch.eye(size)
     own = {"architectures": ["LlamaForCausalLM"], "bias": False}
     return EagleObjective(head, head, target, config.depth, own)
+
+
+class MtpObjective(RoundsObjective):
+    """Rounds whose states are those after the head's norm, as the first round's are those after the target's norm."""
+
+    def is_described_in(self, config: Mapping[str, Any]) -> bool:
+        """Whether the drafter reads this layer by a target's config.json."""
+        own = self._head.config.decoder
+        found = mtp.describe_qwen(config, (), self._target)
+        return (found.layers, found.norm, found.tensors) == (own.layers, own.norm, own.tensors)
+
+    @override
+    def tensors(self) -> dict[str, Tensor]:
+        made = stored_tensors(super().tensors(), self._head.config.decoder.tensors)
+        return {mtp.name_in_qwen(name): tensor for name, tensor in made.items()}
+
+
+def new_mtp(config: HeadTrainingConfig, target: Decoder) -> MtpObjective:
+    """Return a new block of Qwen3.5's arithmetic with the sizes of the target's attention, and small random weights.
+
+    Its attention is gated, and its norms' stored scales are those minus one, whatever the target's family.
+    """
+    own = mtp_entries(layer_sizes(config, target))
+    sizes = mtp.describe_qwen(own, (), target)
+    head = HeadDecoder(HeadConfig(sizes, StateEntry.NORMED, norm_output=True), target)
+    begin_small(head, config.seed)
+    with torch.no_grad():  # it begins as the target's state, of the target's size
+        for name, parameter in head.named_parameters():
+            if "norm" in name:
+                parameter.zero_()
+        head.fc.weight[:, target.hidden_size :] += torch.eye(target.hidden_size)
+        scales, own_scales = target.model.norm.weight, head.norm.weight
+        assert own_scales is not None
+        assert scales is not None, "a norm before a head has scales"
+        own_scales.add_((scales + target.config.norm.offset).square().mean().sqrt() - sizes.norm.offset)
+    return MtpObjective(head, head, target, config.depth, own)
+
+
+def mtp_entries(sizes: DecoderConfig) -> dict[str, Any]:
+    """Return the entries of config.json for a block of the same sizes."""
+    rotated = sizes.attention.rotated / sizes.attention.head_dim
+    kind = {"model_type": "qwen3_5_text", "layer_types": ["full_attention"], "mtp_num_hidden_layers": 1}
+    return {**layer_entries(sizes), **kind, "partial_rotary_factor": rotated}
 
 
 _MEASURED = 16  # texts for measuring the size of states
@@ -554,8 +607,8 @@ def new_pass(config: HeadTrainingConfig, target: Decoder) -> LookAheadObjective:
 
 
 KINDS: Mapping[str, HeadKind] = {  # by the names of their functions, which are those of the methods that draft
-    make.__name__.removeprefix("new_"): HeadKind(make, own_output_head=make is new_eagle3)
-    for make in (new_blockwise, new_eagle, new_eagle3, new_medusa, new_pass)
+    make.__name__.removeprefix("new_"): HeadKind(make, make is new_eagle3, make is new_mtp)
+    for make in (new_blockwise, new_eagle, new_eagle3, new_medusa, new_mtp, new_pass)
 }
 
 _WATCHED = 16  # held-out texts that are measured during training
@@ -604,10 +657,28 @@ class HeadRun(TrainingRun[HeadTrainingConfig, HeadOutcome]):
 
     @override
     def _prepared(self) -> Trainer:
-        config, head, texts = self.config, self.head, self.texts
+        config, head = self.config, self.head
+        self._check_joined()
+        texts = self.texts
         head.use(texts)
         rates = config.matrix_lr, config.vector_lr
         return Trainer(config, self.folder, head.module, texts, head, rates, config.settings(), self._shown)
+
+    def _check_joined(self) -> None:
+        """Check that the drafter finds the head among the target's weights. Raises ConfigError."""
+        config, head = self.config, self.head
+        if config.with_target is None:
+            return
+        assert isinstance(head, MtpObjective)
+        place = resolve_source(config.target, "target")
+        if not place.is_dir() or not head.is_described_in(read_model_config(place)):
+            raise ConfigError(
+                f"config.json of {config.target} does not describe the layer of the head"
+                if place.is_dir() else f"{place.name} can't take up tensors of a head",
+                "leave out --with-target, and name the head as the draft model.",
+            )  # fmt: skip
+        if config.with_target.exists() and any(config.with_target.iterdir()):
+            raise ConfigError(f"{config.with_target} is not empty", "name a new folder, or empty this one.")
 
     def _shown(self) -> str:
         """Return the head's acceptance on the first held-out texts."""
@@ -640,6 +711,8 @@ class HeadRun(TrainingRun[HeadTrainingConfig, HeadOutcome]):
         written = {"speculant_head": config.kind, **head.config(), "rank_shares": shares, "training": effort}
         write_json(config.out / "config.json", written)
         (config.out / "README.md").write_text(_card(config, outcome), encoding="utf-8")
+        if config.with_target is not None:
+            write_joined(resolve_source(config.target, "target"), file, config.with_target, {mtp.COUNTS[0]: 1})
         return outcome
 
     @override

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +18,19 @@ from speculant import plugins
 from speculant.drafting import head_parts, save_head_tokens
 from speculant.errors import ConfigError, ModelError, SpeculantError
 from speculant.kernels import usable_sets
-from speculant.lab.inflation import Shape, inflate, inflate_head, inflated_head
+from speculant.lab.inflation import Shape, inflate, inflate_head, inflated_head, shape_of
 from speculant.models import load_model
 from speculant.params import SamplingParams
-from tests.heads import WRITERS, Shown, head_context, write_eagle, write_eagle3, write_medusa, write_pass
+from tests.heads import (
+    WRITERS,
+    Shown,
+    head_context,
+    write_eagle,
+    write_eagle3,
+    write_medusa,
+    write_pass,
+    write_with_head,
+)
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Checkpoints, make_request
 
 H, V = HIDDEN_SIZE, VOCAB_SIZE
@@ -91,6 +101,15 @@ def test_inflated_head_drafts_the_same(name: str, targets: Targets, tmp_path: Pa
     assert (greedy, drawn) == expected[:2]
     assert len(greedy) == DEPTH
     torch.testing.assert_close(probs, expected[2], atol=1e-9, rtol=1e-9)
+
+
+def test_a_head_among_the_weights_grows_with_them(tmp_path: Path) -> None:
+    small, large = Path(write_with_head(tmp_path / "small")), tmp_path / "large"
+    inflate(small, large, replace(shape_of(small)[0], hidden_size=3 * H, intermediate_size=100, num_hidden_layers=6))
+    *same, probs = drafts("mtp", large, str(large))
+    *expected, of_small = drafts("mtp", small, str(small))
+    assert same == expected
+    torch.testing.assert_close(probs, of_small, atol=1e-9, rtol=1e-9)
 
 
 def test_short_output_head_stays_short(targets: Targets, tmp_path: Path) -> None:

@@ -21,7 +21,9 @@ from speculant.lab.training import (
     orthogonalize,
     project_embedding,
 )
-from speculant.models import Decoder
+from speculant.lab.training.network import CausalTexts
+from speculant.models import Decoder, State
+from speculant.models.reference import StateInputs, change
 
 
 def network(config: TrainingConfig, seed: int) -> Decoder:
@@ -60,6 +62,30 @@ def test_the_distillation_loss_is_divergence_and_variation(config: TrainingConfi
     expected = (1 - progress) * divergence + 4 * progress * (1 - torch.minimum(p, q).sum(-1).mean())
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradients(draft, loss), gradients(draft, expected))
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 150])
+def test_states_of_whole_texts_are_those_of_row_after_row(length: int) -> None:
+    """In chunks, with the same gradients, also where a state is nearly forgotten."""
+    generator = torch.Generator().manual_seed(length)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(2, length, 4, *shape, dtype=torch.float64, generator=generator)
+
+    slopes = -random().mul(3).exp()  # from 0 to -1000
+    inputs = [each.requires_grad_() for each in (random(8), random(6), slopes, random(), random(8))]
+    key, value, decay, rate, query = inputs
+    rows = StateInputs(key / key.norm(dim=-1, keepdim=True), value, decay.exp(), rate.sigmoid(), query)
+    state, results = torch.zeros(2, 4, 8, 6, dtype=torch.float64), list[Tensor]()
+    for row in range(length):
+        state, _ = change(state, *(each[:, row] for each in rows[:4]))
+        results.append((state * query[:, row, ..., None]).sum(-2))
+    expected = torch.stack(results, 1)
+    found = CausalTexts().recur(0, State(88, 4, 4, 4, 8, 6), rows)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
+    pairs = (torch.autograd.grad((each * weights).sum(), inputs, retain_graph=True) for each in (found, expected))
+    torch.testing.assert_close(*pairs, atol=1e-9, rtol=1e-6)
 
 
 def test_orthogonalize_levels_the_singular_values() -> None:

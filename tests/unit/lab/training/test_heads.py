@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from speculant import LLM
 from speculant.cache import slotted_cache
 from speculant.drafting import HeadFolder
 from speculant.drafting.heads import eagle3, page
 from speculant.errors import ConfigError
 from speculant.files import read_json
+from speculant.lab.checkpoints import write_joined
 from speculant.lab.training import (
     KINDS,
     HeadRun,
@@ -34,7 +36,7 @@ from speculant.models import CausalLM, Decoder, Rope, SequenceInput, build_batch
 from speculant.types import DraftTree
 from tests.examples import examples
 from tests.gguf_models import convert
-from tests.heads import fresh_ahead, fresh_states
+from tests.heads import QWEN35, fresh_ahead, fresh_states
 from tests.models import END, Shape, write_checkpoint
 from tests.unit.lab.training.runs import command, drafts, have_the_same_bits, resume
 from tests.unit.models.families import STATES, VARIANTS, cases_with
@@ -112,7 +114,7 @@ def new_objective(kind: str, folder: Path, target: Decoder, **changes: Any) -> t
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
 def test_rounds_are_drafts_from_every_row(kind: str, tmp_path: Path, target: Decoder) -> None:
     """Round m of training computes the same state for a row as the head for the m-th row of a draft."""
     objective, texts = new_objective(kind, tmp_path, target, depth=3)
@@ -168,7 +170,7 @@ def test_an_eagle3_head_learns(tmp_path: Path, target: Decoder) -> None:
     assert all(parameter.grad is None for parameter in target.parameters())
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
 def test_an_interrupted_run_ends_with_the_same_bits(
     kind: str, tmp_path: Path, target: Decoder, target_folder: str
 ) -> None:
@@ -295,11 +297,33 @@ def test_a_head_is_trained_for_any_family(case: tuple[str, str, str], tmp_path: 
     run.carry_out()
     speculative = {"method": kind, "model": str(config.out)}
     drafts(str(folder), speculative, max_tokens=examples(30, least=16), dtype="float64")
-    if kind.startswith("eagle"):
+    if kind in ("eagle", "eagle3", "mtp"):
         head = read_json(config.out / "config.json")
         rope = target.config.ropes[0] if target.config.ropes else Rope(10000.0)
-        assert read_rope(head, head["max_position_embeddings"]) == rope
+        assert read_rope(head, head["max_position_embeddings"], share=0.25 if kind == "mtp" else None) == rope
         assert head["intermediate_size"] == inner_width(target.config.layers[0].mlp)
+
+
+def test_a_head_is_written_with_its_target(tmp_path: Path, target_folder: str, corpus_folder: Path) -> None:
+    """It drafts by default, by the tensors' names in the target's files; other kinds and targets are refused early."""
+    settings = {name: value for name, value in QWEN35.items() if name != "mtp_num_hidden_layers"}
+    hybrid = Shape(family="qwen3_5_text", layers=3, end=END, settings=tuple(settings.items()))
+    target, joined = write_checkpoint(tmp_path / "target", hybrid), tmp_path / "joined"
+    texts = ["--data", corpus_folder, "--tokens", 640, "--seq", SEQ, "--batch", 4, "--steps", 2]
+    arguments = ["head", "--kind", "mtp", *texts, "--with-target", joined]
+    command(*arguments, "--target", target, "--out", tmp_path / "head")
+    assert LLM(str(joined)).speculation.startswith("suffix, prompt_lookup, mtp")
+    assert LLM(target).speculation.startswith("suffix, prompt_lookup (")
+    assert drafts(str(joined), {"method": "mtp"}, dtype="float64", kernels="reference") > 0
+    assert read_json(joined / "config.json")["mtp_num_hidden_layers"] == 1
+    with pytest.raises(ConfigError, match="config.json of .* does not describe the layer"):
+        command(*arguments, "--target", target_folder, "--out", tmp_path / "other")
+    with pytest.raises(ConfigError, match="has a tensor mtp.fc.weight already"):
+        write_joined(joined, tmp_path / "head/model.safetensors", tmp_path / "twice", {})
+    with pytest.raises(ConfigError, match="is not empty"):
+        command(*arguments, "--target", target, "--out", tmp_path / "other")
+    with pytest.raises(ConfigError, match="heads of the kind eagle are not among"):
+        config_of(tmp_path, target, "eagle", with_target=joined)
 
 
 def test_look_ahead_learns_later_distributions(tmp_path: Path, target: Decoder, target_folder: str) -> None:
