@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-from speculant.cache import MOST_PENDING, NO_RECORD, CacheShape, KVCache, LayerShape, StateRows, StateShape, paged_cache
+from speculant.cache import (
+    MOST_PENDING,
+    NO_RECORD,
+    RECORDS_OF_SEQUENCE,
+    CacheShape,
+    KVCache,
+    LayerShape,
+    StateRows,
+    StateShape,
+    paged_cache,
+)
 from speculant.errors import CapacityError
 
 SHAPE = CacheShape(
@@ -18,24 +29,21 @@ SHAPE = CacheShape(
 SIZE = 4
 
 
-class Texts:
-    """A model whose state is the text itself: records hold tokens, and updates by position."""
+@dataclass
+class Records:
+    """The records of a layer whose state is the text itself: the tokens of states, and of updates by place."""
 
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
-        self.states = dict[int, list[int]]()
-        self.updates = dict[int, dict[int, int]]()  # by record and place
+    states: dict[int, list[int]] = field(default_factory=dict)
+    updates: dict[int, dict[int, int]] = field(default_factory=dict)
 
-    def run(self, seq_id: int, tokens: Sequence[int], drafted: Sequence[int], text: Sequence[int]) -> StateRows:
-        """Run a pass over a text's next tokens and a draft; assert that it reads the state of the earlier tokens."""
-        start = self.cache.reserve(seq_id, len(tokens) + len(drafted)).start
-        rows = self.cache.advance(seq_id, start, len(tokens))
+    def run(self, rows: StateRows, start: int, text: Sequence[int], new: Sequence[int]) -> None:
+        """Add rows to a text of `start` tokens; assert that they read its state."""
         state = [] if rows.read == NO_RECORD else list(self.states[rows.read])
         assert state == list(text[: rows.settled])
         own, end = self.updates.get(rows.read, {}), start + rows.certain
         seen = [*state, *(own[at % MOST_PENDING] for at in range(rows.settled, start))]
         assert seen == list(text[:start])
-        every = [*seen, *tokens, *drafted]
+        every = [*seen, *new]
         to = rows.read if rows.write == NO_RECORD else rows.write
         if rows.write != NO_RECORD:
             self.states[to], self.updates[to] = every[:end], {}
@@ -43,7 +51,32 @@ class Texts:
             assert rows.settled <= rows.saved <= end
             self.states[rows.save], self.updates[rows.save] = every[: rows.saved], {}
         self.updates[to] |= {at % MOST_PENDING: every[at] for at in range(end, len(every))}
+
+
+class Texts:
+    """A model of two such layers. Drafts in the target's cache are made by the first one alone."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.layers = (Records(), Records())
+
+    def run(self, seq_id: int, tokens: Sequence[int], drafted: Sequence[int], text: Sequence[int]) -> StateRows:
+        """Run a pass over a text's next tokens and a draft; assert that it reads the state of the earlier tokens."""
+        start = self.cache.reserve(seq_id, len(tokens) + len(drafted)).start
+        rows = self.cache.advance(seq_id, start, len(tokens))
+        for layer in self.layers:
+            layer.run(rows, start, text, [*tokens, *drafted])
         return rows
+
+    def draft(self, seq_id: int, text: Sequence[int], counts: Sequence[int]) -> None:
+        """Draft after a text with the first layer alone, so many tokens in each pass, and drop them."""
+        length, text = self.cache.length(seq_id), list(text)
+        for count in counts:
+            start = self.cache.reserve(seq_id, count).start
+            self.layers[0].run(self.cache.advance(seq_id, start, 0), start, text[:start], [8] * count)
+            text[start:] = [8] * count
+        self.cache.truncate_to(seq_id, length)
+        assert self.cache.length(seq_id) == length
 
 
 def make(records: tuple[int, int] = (9, 2), blocks: int = 60) -> Texts:
@@ -73,21 +106,29 @@ def test_passes_read_the_state_of_their_text(seed: int) -> None:
 
 
 def _run_schedule() -> None:
-    texts, running = make(blocks=random.choice([12, 60])), dict[int, list[int]]()
+    most, saved = random.randint(2, 4), random.randint(0, 6)
+    records = (RECORDS_OF_SEQUENCE * (most + 1) + saved, min(saved, most))
+    texts, running = make(records, random.choice([12, 60])), dict[int, list[int]]()
     cache = texts.cache
     for new in range(1, 60):
         do = random.random()
-        if not running or (do < 0.15 and len(running) < 2):
+        if not running or (do < 0.15 and len(running) < most):
             text = [random.randrange(3) for _ in range(random.randint(1, 14))]
             if running and random.random() < 0.5:
                 text = [*random.choice([*running.values()])[: random.randint(1, 30)], *text]
             running[new] = text
             assert cache.match_prefix(new, text) < len(text)
+        elif do < 0.2 and len(running) < most:
+            running[new] = _copy(cache, random.choice([*running.items()]), new)
         elif do < 0.25:
             cache.release(running.popitem()[0] if random.random() < 0.5 else min(running))
             running = {
                 seq_id: text for seq_id, text in running.items() if cache.length(seq_id) or seq_id in cache._held
             }
+        elif do < 0.3:  # it is preempted
+            seq_id, text = random.choice([*running.items()])
+            cache.release(seq_id)
+            assert cache.match_prefix(seq_id, text) < len(text)
         else:
             seq_id, text = random.choice([*running.items()])
             try:
@@ -102,8 +143,18 @@ def _run_schedule() -> None:
     cache.check()
 
 
+def _copy(cache: KVCache, source: tuple[int, list[int]], new: int) -> list[int]:
+    """Let a new sequence begin with what another one holds, or with a part of it; return its text."""
+    cache.fork(source[0], new)
+    cache.truncate_to(new, random.randint(0, cache.length(new)))
+    own = source[1][: cache.length(new)]
+    return (
+        [*source[1]] if random.random() < 0.5 else [*own, *(random.randrange(3) for _ in range(random.randint(1, 6)))]
+    )
+
+
 def _pass(texts: Texts, seq_id: int, text: list[int]) -> None:
-    """Run a part of a prompt, a pass that fails, or a step."""
+    """Run a part of a prompt, a pass that fails, or a step; the step's draft may be made in the same cache."""
     cache, start = texts.cache, texts.cache.length(seq_id)
     missing, do = len(text) - start, random.random()
     drafted = random.randint(0, MOST_PENDING - 1)
@@ -115,6 +166,10 @@ def _pass(texts: Texts, seq_id: int, text: list[int]) -> None:
         cache.truncate_to(seq_id, start)
         assert cache.length(seq_id) == start
     else:
+        if random.random() < 0.4:
+            size = random.randint(1, MOST_PENDING)
+            parts = random.choice([[size], [1] * size, [1, size - 1]] if size > 1 else [[1]])
+            texts.draft(seq_id, text, parts)
         step(texts, seq_id, text, random.randint(0, drafted), drafted)
 
 
@@ -164,6 +219,22 @@ def test_a_decoding_text_keeps_its_newest_state_alone() -> None:
         step(texts, 1, text, accepted=0, drafted=0)
     assert texts.cache.records is not None
     assert len(texts.cache.records.index.nodes) == 2  # the prompt's, and the newest
+
+
+def test_a_decoding_text_leaves_the_states_of_others() -> None:
+    """Its last state was evicted, and another prompt's has its record."""
+    texts, text, other = make((6, 1)), [1, 2, 3, 4, 5], [*range(10, 20)]
+    step(texts, 1, text, accepted=3, drafted=3)
+    step(texts, 1, text, accepted=0, drafted=3)
+    records = texts.cache.records
+    assert records is not None
+    records.drop_kept()
+    texts.run(2, other, (), other)
+    texts.cache.insert_prefix(2, other)
+    texts.cache.release(2)
+    for _ in range(3):
+        step(texts, 1, text, accepted=2, drafted=3)
+    assert texts.cache.match_prefix(3, other) == 8
 
 
 def test_too_many_drafted_rows_are_refused() -> None:

@@ -40,6 +40,7 @@ once, by the pass that adds rows to the state; then only the updates of later ro
     1 + 3       r4         positions 0 - 8            positions 9, 10, 11                      the next pass
 
 Each pass reads the newest record and writes the other one. The one that it read serves again if the pass fails.
+A pass of drafted rows alone adds their updates to the newest record, if it has room for them and nobody shares it.
 Records of states at the ends of blocks are in the prefix index too, as the blocks of a group of layers are.
 
 Encoded sources in a cache: each is a sequence of its own, which texts with the same source and salt share.
@@ -413,8 +414,8 @@ class CachedSequence:
     """A sequence's length, and its table for each group of layers; `prefix` are the nodes of its first full blocks.
 
     record, before: the newest record of its states, and the one that the last pass read; None = there is none. saved:
-    records at the ends of blocks that are not in the prefix index yet. border: the last one of these after a text's
-    newest token.
+    records at the ends of blocks that are not in the prefix index yet. border: the blocks before the last one of these
+    after a text's newest token; 0 = there is none.
     """
 
     cache_salt: str
@@ -425,7 +426,7 @@ class CachedSequence:
     record: Record | None = None
     before: Record | None = None
     saved: list[Record] = field(default_factory=list)
-    border: int | None = None
+    border: int = 0
 
     @property
     def records(self) -> list[Record]:
@@ -447,16 +448,17 @@ class RecordPool(BlockPool):
         """See `KVCache.advance`."""
         own, end = held.record, start + certain
         number, settled = (NO_RECORD, 0) if own is None else own[:2]
+        if not certain and own is not None and self.is_writable(number) and held.length - settled <= MOST_PENDING:
+            return StateRows(number, settled, NO_RECORD, 0)
         waiting = max(start - settled, held.length - end)
         if waiting > MOST_PENDING:
             raise ValueError(f"{waiting} rows wait for the state, and {MOST_PENDING} can")
-        if own is not None and not certain:
-            assert self.is_writable(own.number), "rows that may be dropped come before any certain row"
-            return StateRows(number, settled, NO_RECORD, 0)
         if held.before is not None:
             self.free(held.before.number)
         held.before, border = own and own._replace(end=start), (end - 1) // self.block_size * self.block_size
-        save = self._save(held, border, is_newest=certain == 1) if border and settled <= border else NO_RECORD
+        save = NO_RECORD
+        if certain and border and settled <= border:
+            save = self._save(held, border, is_newest=certain == 1)
         held.record = Record(self.allocate(), end)
         return StateRows(number, settled, held.record.number, certain, save, border)
 
@@ -472,7 +474,7 @@ class RecordPool(BlockPool):
         self.spare -= 1
         held.saved.append(Record(self.allocate(), border))
         if is_newest:
-            last, held.border = held.border, held.saved[-1].number
+            last, held.border = self.index.block(held.prefix[held.border - 1]) if held.border else None, index + 1
             if last is not None and self.is_kept(last):
                 self._drop(last)
         return held.saved[-1].number
@@ -486,18 +488,18 @@ class RecordPool(BlockPool):
 
     def truncate(self, held: CachedSequence, n: int) -> int:
         """Go back to the state before position n, or to that of the longest known prefix; return its position."""
-        if held.record is None or held.record.holds(n):
-            return n if held.record is not None else 0
-        before, held.before = held.before, None
-        self.free(held.record.number)
-        held.record, at = before, n
-        if before is None or not before.holds(n):
-            if before is not None:
-                self.free(before.number)
+        before, at = held.before, n
+        if held.record is None:
+            return 0
+        if before is not None and before.holds(n):  # the pass after it may have been one of a part of the layers
+            self.free(held.record.number)
+            held.record, held.before = before._replace(end=None), None
+        elif n and held.record.holds(n):
+            return n
+        else:
+            self.release(held)
             at = self.known(held.prefix, n)
             self.hold(held, held.prefix, at)
-        elif before is not None:
-            held.record = before._replace(end=None)
         self._free_saved(held)
         return at
 
