@@ -125,7 +125,23 @@ class Truth:
     of: FromDescription | None = field(default=None, compare=False)
 
 
-Wanted = Number | Count | Truth | TokenId | HasTensor | Function
+@dataclass(frozen=True)
+class LayerFlags:
+    """A metadata entry that is true or false for each layer, and for each head behind them; the types of layers.
+
+    yes, no: the types. default: makes them from the config so far if the entry is absent. of: see
+    `GgufFamily.written`.
+    """
+
+    key: str
+    yes: str
+    no: str
+    default: Function
+    of: FromDescription | None = field(default=None, compare=False)
+
+
+Wanted = Number | Count | Truth | TokenId | HasTensor | LayerFlags | Function
+_WRITTEN = Number | Count | Truth | LayerFlags  # have a function `of`
 
 
 @dataclass(frozen=True)
@@ -177,7 +193,7 @@ class GgufFamily:
     @property
     def read(self) -> set[str]:
         """The metadata entries that `config` reads."""
-        own = {each.key for each in self.config.values() if isinstance(each, Number | Count | Truth | TokenId)}
+        own = {each.key for each in self.config.values() if isinstance(each, _WRITTEN | TokenId)}
         return own | ({self.behind} if self.behind else set())
 
     def written(self, decoder: DecoderConfig) -> dict[str, Any]:
@@ -186,7 +202,7 @@ class GgufFamily:
         They are those of `config` with a function `of`, whose result is the value; None = the entry is left out. Other
         entries are common to all families.
         """
-        own = [each for each in self.config.values() if isinstance(each, Number | Count | Truth) and each.of]
+        own = [each for each in self.config.values() if isinstance(each, _WRITTEN) and each.of]
         found = {each.key: each.of(decoder) for each in own if each.of}
         if self.windows and self.windows.size and not decoder.windows:
             found["attention.sliding_window_pattern"] = 1  # readers take a window for granted
@@ -240,10 +256,11 @@ def _fused(config: DecoderConfig, stored: Collection[str]) -> dict[str, Rows]:
     """Return the parts of fused tensors: queries, keys, values and gates, and gate and up of feed-forward blocks."""
     of, mlp = config.attention, config.layers[0].mlp
     found: dict[str, Rows] = {}
+    if f"{BLOCK}{FUSED_QKV}.weight".format(_attending(config)) in stored:
+        queries = of.query_size * (2 if of.gated else 1)
+        found |= _consecutive(FUSED_QKV, {QUERIES: queries, KEYS: of.key_size, VALUES: of.key_size})
     if of.gated:
-        found |= _consecutive(PARTS[QUERIES], {QUERIES: of.head_dim, GATES: of.head_dim})
-    elif f"{BLOCK}{FUSED_QKV}.weight".format(_attending(config)) in stored:
-        found |= _consecutive(FUSED_QKV, {QUERIES: of.query_size, KEYS: of.key_size, VALUES: of.key_size})
+        found |= _consecutive(found.get(QUERIES, PARTS[QUERIES]), {QUERIES: of.head_dim, GATES: of.head_dim})
     if isinstance(mlp, Mlp) and mlp.gated and f"{BLOCK}{PARTS[GATE]}.weight".format(0) not in stored:
         found |= _consecutive(PARTS[UP], {GATE: mlp.size, UP: mlp.size})
     return found
@@ -257,7 +274,7 @@ def _stacked(config: DecoderConfig) -> dict[str, Stacked]:
     return {f"{EXPERT}{{}}.{own}": Stacked(stored, mlp.count) for own, stored in EXPERTS.items()}
 
 
-def _consecutive(fused: str, sizes: Mapping[str, int]) -> dict[str, Rows]:
+def _consecutive(fused: Expression, sizes: Mapping[str, int]) -> dict[str, Rows]:
     """Return the parts of a tensor that holds several tensors of these sizes, one after the other."""
     ends = list(accumulate(sizes.values()))
     return {own: Rows(fused, end - size, size, ends[-1]) for (own, size), end in zip(sizes.items(), ends, strict=True)}
@@ -491,6 +508,8 @@ class _Facts:
             return self.token(wanted.key, config["vocab_size"])
         if isinstance(wanted, HasTensor):
             return wanted.yes if wanted.name in self.file.tensors else wanted.no
+        if isinstance(wanted, LayerFlags):
+            return self.types(wanted, config)
         if not isinstance(wanted, Number | Truth):
             return wanted(config)
         value = self.get(wanted.key)
@@ -520,6 +539,16 @@ class _Facts:
         if not is_whole(value) or not 1 <= value <= most:
             raise self.wrong(key, value, f"a whole number from 1 to {most}")
         return int(value)
+
+    def types(self, wanted: LayerFlags, config: Mapping[str, Any]) -> list[str]:
+        """Return the type of each layer."""
+        given, blocks = self.raw(wanted.key), self.count("block_count")
+        if given is None:
+            found: list[str] = wanted.default(config)
+            return found
+        if not isinstance(given, list) or len(given) != blocks or not all(isinstance(each, bool) for each in given):
+            raise self.wrong(wanted.key, given, f"true or false for each of {blocks} layers")
+        return [wanted.yes if each else wanted.no for each in given[: config["num_hidden_layers"]]]
 
     def token(self, key: str, vocab_size: int) -> int | None:
         """Return a token id; None if it is absent."""

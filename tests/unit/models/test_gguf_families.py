@@ -38,6 +38,7 @@ from tests.unit.models.families import (
     DELTA,
     EXPERTS,
     FULL,
+    LINEAR,
     MULTIPLIED,
     PADDED,
     SCALED,
@@ -73,7 +74,10 @@ STORED: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2": {"plain": {}, "yarn": {"tie_word_embeddings": True, "rope_parameters": {**YARN, "beta_fast": 8.0}}},
     "qwen3": {"plain": {"head_dim": 16}, "tied": {"head_dim": 8, "tie_word_embeddings": True}},
     "qwen3_5_text": {name: VARIANTS["qwen3_5_text"][name] for name in ("plain", "one to one")}
-    | {"tied": {**DELTA, "tie_word_embeddings": True, "linear_num_value_heads": 6, "full_attention_interval": 3}},
+    | {
+        "tied": {**DELTA, "tie_word_embeddings": True, "linear_num_value_heads": 6, "full_attention_interval": 3},
+        "listed": {**DELTA, "layer_types": [FULL, LINEAR, LINEAR]},
+    },
     "lfm2": {
         "plain": VARIANTS["lfm2"]["plain"],
         "untied": {**VARIANTS["lfm2"]["untied"], "block_auto_adjust_ff_dim": False},
@@ -173,6 +177,7 @@ WIDE_OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"linear_value_head_dim": 64, "full_attention_interval": 2},
 }
 UNCHECKED = {"attention.temperature_scale": (1e-40,), "rope.scaling.original_context_length": (1e-40, 1e39)}
+RECURRENT = "attention.recurrent_layers"
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 TOKENS = [token % 61 for token in range(40, 72)]
 
@@ -293,12 +298,12 @@ def test_blocks_are_those_of_the_gguf_package(
     same_as_decoded(path, pair.folder, tmp_path / "decoded", kernels)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "granite"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "granite", "qwen3_5_text"])
 def test_fused_queries_keys_and_values_are_read_in_any_family(files: Files, tmp_path: Path, family: str) -> None:
     """llama.cpp's conversion has an option for it."""
     pair, path = files[family, next(iter(STORED[family]))]
     fused = convert(pair.folder, tmp_path / "model.gguf", fused=True)
-    assert "blk.0.attn_qkv.weight" in GgufFile.open(fused).tensors
+    assert not any("attn_q." in name for name in GgufFile.open(fused).tensors)
     own, other = (load_model(str(each), kernels="reference").model for each in (fused, path))
     assert torch.equal(Session(own).extend(TOKENS), Session(other).extend(TOKENS))
 
@@ -321,13 +326,19 @@ def test_a_state_s_heads_stay_in_blocks_or_get_an_order(wide: Files, tmp_path: P
         )
 
 
+def test_an_interval_tells_layers_with_a_state_in_older_files(files: Files) -> None:
+    file = opened(files, "qwen3_5_text")
+    assert described(file, {RECURRENT: None}) == described(file)
+
+
 def test_heads_behind_the_layers_are_left_unread(files: Files, tmp_path: Path) -> None:
     pair, path = files["qwen3_5_text", "plain"]
     extra = {
         "blk.3.nextn.eh_proj.weight": np.ones((32, 64), np.float32),
         "blk.3.attn_norm.weight": np.ones(32, np.float32),
     }
-    entries = {"qwen35.block_count": 4, "qwen35.nextn_predict_layers": 1}
+    recurrent = {f"qwen35.{RECURRENT}": [True, True, False, False]}
+    entries = {"qwen35.block_count": 4, "qwen35.nextn_predict_layers": 1, **recurrent}
     both = convert(pair.folder, tmp_path / "model.gguf", metadata=entries, extra=extra)
     own, other = (load_model(str(each), kernels="reference").model for each in (both, path))
     assert torch.equal(Session(own).extend(TOKENS), Session(other).extend(TOKENS))
@@ -337,8 +348,12 @@ def test_heads_behind_the_layers_are_left_unread(files: Files, tmp_path: Path) -
     ("family", "entries", "words"),
     [
         ("qwen3_5_text", {"nextn_predict_layers": 3}, r"nextn_predict_layers = 3, not a whole number from 1 to 2"),
-        ("qwen3_5_text", {"full_attention_interval": 9}, "3 layers without attention"),
-        ("qwen3_5_text", {"full_attention_interval": 0}, "full_attention_interval = 0"),
+        ("qwen3_5_text", {RECURRENT: None, "full_attention_interval": 9}, "3 layers without attention"),
+        ("qwen3_5_text", {RECURRENT: None, "full_attention_interval": 0}, "full_attention_interval = 0"),
+        ("qwen3_5_text", {RECURRENT: [True] * 3}, "3 layers without attention"),
+        ("qwen3_5_text", {RECURRENT: [True, False]}, "not true or false for each of 3 layers"),
+        ("qwen3_5_text", {RECURRENT: [1, 0, 0]}, "not true or false for each of 3 layers"),
+        ("qwen3_5_text", {RECURRENT: True}, "recurrent_layers = True"),
         ("qwen3_5_text", {"ssm.group_count": 3}, "4 heads for 3 keys"),
         ("qwen3_5_text", {"ssm.inner_size": 3}, "linear_value_head_dim = 0"),
         ("qwen3_5_text", {"ssm.state_size": None}, r"no metadata entry qwen35\.ssm\.state_size"),
@@ -365,7 +380,8 @@ def test_sizes_of_states_are_checked(files: Files, family: str, entries: dict[st
     ("family", "entries", "words"),
     [
         ("qwen3_5_text", {"qwen35.ssm.conv_kernel": 3}, r"ssm_conv1d\.weight is \[80, 4\]"),
-        ("qwen3_5_text", {"qwen35.full_attention_interval": 2}, "missing"),
+        ("qwen3_5_text", {f"qwen35.{RECURRENT}": None, "qwen35.full_attention_interval": 2}, "missing"),
+        ("qwen3_5_text", {f"qwen35.{RECURRENT}": [True, False, False]}, "missing"),
         ("qwen3_5_text", {"qwen35.ssm.time_step_rank": 2}, "ssm_a is"),
         ("lfm2", {"lfm2.shortconv.l_cache": 4}, r"shortconv\.conv\.weight is \[32, 3\]"),
         ("lfm2", {"lfm2.attention.head_count_kv": 2}, "missing"),

@@ -33,7 +33,7 @@ from speculant.models.description import (
     UntiledColumns,
     map_modules,
 )
-from speculant.models.gguf import BLOCK, Count, GgufFamily, of_state
+from speculant.models.gguf import BLOCK, Count, GgufFamily, LayerFlags, of_state
 from speculant.models.sizes import BEFORE_MLP, LAYER, SELF, STATE
 
 _CONV, _INTERVAL = 4, 4
@@ -69,7 +69,10 @@ GGUF = GgufFamily("qwen35", behind="nextn_predict_layers", tensors=_gguf_tensors
     "full_attention_interval": Count("full_attention_interval", _INTERVAL, lambda decoder: 1 + next(
         index for index, layer in enumerate(decoder.layers) if layer.attention
     )),
-    "layer_types": lambda config: _layer_types({**config, "layer_types": None}),
+    "layer_types": LayerFlags(
+        "attention.recurrent_layers", LINEAR, FULL, lambda config: _layer_types({**config, "layer_types": None}),
+        lambda decoder: [layer.state is not None for layer in decoder.layers],
+    ),
     "linear_conv_kernel_dim": Count("ssm.conv_kernel", of=of_state("conv")),
     "linear_num_key_heads": Count("ssm.group_count", of=of_state("key_heads")),
     "linear_num_value_heads": Count("ssm.time_step_rank", of=of_state("heads")),

@@ -301,7 +301,7 @@ REFUSED: dict[str, set[str]] = {  # what GGUF has no key for
     "gemma2": {*GEMMA, "final_logit_softcapping", *ROPE},
     "gemma3_text": {*(GEMMA - {"attn_logit_softcapping"}), "rope_theta", *ROPE},
     "gpt2": {"activation_function", "scale_attn_weights"},
-    "qwen3_5_text": {"hidden_act", "layer_types", *ROPE},
+    "qwen3_5_text": {"hidden_act", *ROPE},
     "lfm2": {"conv_bias", *ROPE},
     "t5": T5,
     "umt5": {*T5, "model_type"},  # with one layer in the decoder, a file is one of T5
