@@ -116,7 +116,7 @@ def write_joined(source: Path, file: Path, folder: Path, entries: Mapping[str, A
     total = sum(place.size for place in places.values())
     write_index(folder, {name: names[place.file] for name, place in places.items()}, total)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config.get("text_config", config).update(entries)
+    (config.get("text_config") or config).update(entries)
     write_json(folder / "config.json", config)  # the last: without it nothing loads
 
 

@@ -14,10 +14,10 @@ prefix `model.`:
     layers.L+m.{enorm, hnorm, eh_proj, shared_head.norm, shared_head.head}             DeepSeek; the target has L layers
 
 The columns of the matrix for the embedding come first; in MiMo's files they come last. Qwen's norms add one to the
-stored scales, and its layer is like the target's layers with attention, output gate included. The first drafted token
-comes from the target's state after its final norm. For each further token, DeepSeek's head reads its own state before
-the final norm, and the other heads read their state after it. The embedding
-is the target's. So is the output head, unless the file has `shared_head.head`.
+stored scales, and its layer is like the target's layers with attention, output gate included. For the first drafted
+token, a head reads the target's state after its final norm. For each further token, DeepSeek's head reads its own state
+before its norm, and the other heads read their state after it; vLLM and llama.cpp run Qwen's heads in this way. The
+embedding is the target's. So is the output head, unless the file has `shared_head.head`.
 
 Memory: the weights, and a KV cache for each module. Cost: a pass of the layer and of the output head for each drafted
 token; a chain or tree of one module is one native call.

@@ -607,7 +607,9 @@ def new_pass(config: HeadTrainingConfig, target: Decoder) -> LookAheadObjective:
 
 
 KINDS: Mapping[str, HeadKind] = {  # by the names of their functions, which are those of the methods that draft
-    make.__name__.removeprefix("new_"): HeadKind(make, make is new_eagle3, make is new_mtp)
+    make.__name__.removeprefix("new_"): HeadKind(
+        make, own_output_head=make is new_eagle3, within_target=make is new_mtp
+    )
     for make in (new_blockwise, new_eagle, new_eagle3, new_medusa, new_mtp, new_pass)
 }
 
@@ -677,8 +679,8 @@ class HeadRun(TrainingRun[HeadTrainingConfig, HeadOutcome]):
             why = f"{config.target} has a head among its weights already"
         elif not head.is_described_in(read_model_config(place)):
             why = f"config.json of {config.target} describes no such layer as the head's"
-        elif config.with_target.exists() and any(config.with_target.iterdir()):
-            why = f"{config.with_target} is not empty"
+        elif config.with_target.exists() and not (config.with_target.is_dir() and not [*config.with_target.iterdir()]):
+            why = f"{config.with_target} is not an empty folder"
         else:
             return
         raise ConfigError(why, "name another folder, or leave out --with-target and name the head when it is used.")

@@ -317,7 +317,7 @@ def test_a_head_is_written_with_its_target(tmp_path: Path, target_folder: str, c
     assert read_json(joined / "config.json")["mtp_num_hidden_layers"] == 1
     for other, why in (
         (target_folder, "describes no such layer"), (str(joined), "a head among its weights already"),
-        (target, "is not empty"), (convert(target, tmp_path / "target.gguf", "F32"), "can't take up"),
+        (target, "is not an empty folder"), (convert(target, tmp_path / "target.gguf", "F32"), "can't take up"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=why):
             command(*arguments, "--target", other, "--out", tmp_path / "other")
