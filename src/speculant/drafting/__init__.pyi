@@ -41,11 +41,13 @@ from .heads.folder import (
     Role as Role,
     check_kind as check_kind,
     head_parts as head_parts,
+    head_within as head_within,
     named_kind as named_kind,
 )
 from .heads.future import UNKNOWN as UNKNOWN, product_tree as product_tree
 from .heads.hidden import HiddenDrafter as HiddenDrafter, HiddenStateRunner as HiddenStateRunner, Pending as Pending
 from .heads.look_ahead import LookAheadTree as LookAheadTree
+from .heads.page import QWEN_COUNT as QWEN_COUNT, describe_qwen as describe_qwen, name_in_qwen as name_in_qwen
 from .heads.short import (
     FILE as FILE,
     KEY as KEY,

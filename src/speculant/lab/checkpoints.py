@@ -15,8 +15,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from speculant.errors import ConfigError
-from speculant.files import read_json
 from speculant.models import (
     Columns,
     DecoderConfig,
@@ -37,7 +35,7 @@ from speculant.models import (
     stored_shape,
 )
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_INDEX = "model.safetensors.index.json"
 _OWN_FILES = ("config.json", "README.md")
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".index.json")
 
@@ -88,16 +86,6 @@ def write_json(file: Path, content: Any) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder. Raises ConfigError if it can't be made or holds files, which could be mixed with the model's."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder} can't be made: {error}", "name a folder that you may write to.") from error
-    if any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty", "name a new folder, or empty this one.")
-
-
 def copy_files(source: Path, folder: Path) -> None:
     """Copy the tokenizer and the other files of a model, without weights and files that are written anew."""
     for file in sorted(source.iterdir()):
@@ -107,21 +95,19 @@ def copy_files(source: Path, folder: Path) -> None:
 
 def write_index(folder: Path, files: Mapping[str, str], total: int) -> None:
     """Write which file has each tensor. total: the bytes of all."""
-    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(files)})
+    write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": dict(files)})
 
 
 def write_joined(source: Path, file: Path, folder: Path, entries: Mapping[str, Any]) -> None:
-    """Write the model of `source` to `folder`, a new or empty one, with the tensors of a file among its weights.
+    """Write the model of `source` to another folder with the tensors of a file, none of its own, among its weights.
 
-    entries: of config.json, beside those of the language model. Raises ConfigError if a tensor is in both.
+    entries: of config.json, beside those of the language model.
     """
     found, added = open_folder(source), open_file(file)
-    if both := sorted({*found.names()} & {*added.names()}):
-        raise ConfigError(f"{source} has a tensor {both[0]} already", "name the head's folder as the draft model.")
-    make_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     copy_files(source, folder)
     names = {each: each.name for each in found.files}
-    if [*names.values()] == [SINGLE]:  # a file of this name is read alone
+    if [*names.values()] == ["model.safetensors"]:  # a file of this name is read alone
         names = dict.fromkeys(names, "model-00001-of-00001.safetensors")
     names[file] = f"{file.parent.resolve().name}.safetensors"
     for each, name in names.items():
@@ -129,9 +115,8 @@ def write_joined(source: Path, file: Path, folder: Path, entries: Mapping[str, A
     places = {**found.places, **added.places}
     total = sum(place.size for place in places.values())
     write_index(folder, {name: names[place.file] for name, place in places.items()}, total)
-    config = read_json(source / "config.json")
-    inner = config.get("text_config")
-    (inner if isinstance(inner, dict) else config).update(entries)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (config.get("text_config") or config).update(entries)
     write_json(folder / "config.json", config)  # the last: without it nothing loads
 
 

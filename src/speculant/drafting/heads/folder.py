@@ -14,12 +14,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from speculant import plugins
-from speculant.drafting.methods import KIND as DRAFTERS, REFUSED, WITH_BLOCKS, WITH_MASKS
+from speculant.drafting.methods import KIND as DRAFTERS, REFUSED, WITH_BLOCKS, WITH_MASKS, method_within
 from speculant.errors import ConfigError, ModelError, PairError
 from speculant.files import read_json
 from speculant.models import (
     FLOATS,
     CausalLM,
+    Mapped,
     StoredWeights,
     WeightSource,
     is_whole,
@@ -295,6 +296,15 @@ def head_parts(method: str) -> HeadParts | None:
     """Return the parts of the heads that a method drafts with; None = it has none. Raises ConfigError if unknown."""
     parts: HeadParts | None = getattr(plugins.load(DRAFTERS, method), "HEAD", None)
     return parts
+
+
+def head_within(place: Path, target: CausalLM) -> tuple[Mapped, Callable[[str], str]] | None:
+    """Return the tensors of a head among a model's weights by the model's names, and what they are in files.
+
+    None = there is no head, or one in a form whose parts are not known.
+    """
+    method = method_within(place, target.num_layers)
+    return None if method is None else plugins.load(DRAFTERS, method).weights_within(place, target)
 
 
 LAYER_PARTS = {

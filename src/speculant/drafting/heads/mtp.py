@@ -14,10 +14,10 @@ prefix `model.`:
     layers.L+m.{enorm, hnorm, eh_proj, shared_head.norm, shared_head.head}             DeepSeek; the target has L layers
 
 The columns of the matrix for the embedding come first; in MiMo's files they come last. Qwen's norms add one to the
-stored scales, and its layer is like the target's layers with attention, output gate included. The first drafted token
-comes from the target's state after its final norm. For each further token, DeepSeek's head reads its own state before
-the final norm, and the other heads read their state after it. The embedding
-is the target's. So is the output head, unless the file has `shared_head.head`.
+stored scales, and its layer is like the target's layers with attention, output gate included. For the first drafted
+token, a head reads the target's state after its final norm. For each further token, DeepSeek's head reads its own state
+before its norm, and the other heads read their state after it; vLLM and llama.cpp run Qwen's heads in this way. The
+embedding is the target's. So is the output head, unless the file has `shared_head.head`.
 
 Memory: the weights, and a KV cache for each module. Cost: a pass of the layer and of the output head for each drafted
 token; a chain or tree of one module is one native call.
@@ -26,7 +26,7 @@ token; a chain or tree of one module is one native call.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,13 +41,22 @@ from speculant.drafting.composite import Proposals
 from speculant.drafting.growth import Drafting, chain_input, draw_chains, fit_vocabulary
 from speculant.drafting.heads.folder import SPECULATORS, HeadFolder, Renamed, renamed, require_target
 from speculant.drafting.heads.hidden import HiddenDrafter, HiddenStateRunner
-from speculant.drafting.heads.page import HeadPage, last_state, load_head, make_head_drafter, newest, sizes_of_family
+from speculant.drafting.heads.page import (
+    QWEN,
+    QWEN_COUNT,
+    HeadPage,
+    describe_qwen,
+    last_state,
+    load_head,
+    make_head_drafter,
+    name_in_qwen,
+    newest,
+)
 from speculant.errors import ModelError, SpeculantError
 from speculant.kernels import REFERENCE, Sampler
 from speculant.models import (
     CausalLM,
     Chain,
-    DecoderConfig,
     HeadConfig,
     Mapped,
     StateEntry,
@@ -62,8 +71,8 @@ from speculant.types import CommittedRows, DraftTree, Request
 
 KIND = "mtp"
 METHOD = Method(default_length=3, uses_model=True, uses_head=True, in_target=True)
-MATRIX, LAYER, QWEN = "fc.weight", "layers.0.self_attn.o_proj.weight", "mtp."
-COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # keys of config.json
+MATRIX, LAYER = "fc.weight", "layers.0.self_attn.o_proj.weight"
+COUNTS = (QWEN_COUNT, "num_nextn_predict_layers")  # keys of config.json
 PARTS = {
     "token_layernorm": "token_norm", "pre_fc_norm_embedding": "token_norm", "enorm": "token_norm",
     "hidden_layernorm": "hidden_norm", "pre_fc_norm_hidden": "hidden_norm", "hnorm": "hidden_norm",
@@ -135,21 +144,6 @@ def load(folder: HeadFolder, target: CausalLM, module: int = 0) -> CausalLM:
     return load_head(page, folder, target, weights=weights)[0]
 
 
-def _with_offset(sizes: DecoderConfig) -> DecoderConfig:
-    """Return the sizes with norms whose stored scales are those minus one."""
-    norm = replace(sizes.norm, offset=1.0)
-    layers = [
-        replace(layer.attending(qk_norm=sizes.attention.qk_norm and norm), before_attention=norm, before_mlp=norm)
-        for layer in sizes.layers
-    ]
-    return replace(sizes, norm=norm, layers=tuple(layers))
-
-
-def describe_qwen(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> DecoderConfig:
-    """Describe the layer of Qwen's head, from config.json; see `sizes_of_family`."""
-    return _with_offset(sizes_of_family(config, names, target))
-
-
 OF_QWEN = HeadPage(
     KIND,
     StateEntry.NORMED,
@@ -159,13 +153,17 @@ OF_QWEN = HeadPage(
 )
 
 
-def plain_weights(folder: HeadFolder, target: CausalLM) -> Mapped | None:
-    """Return the tensors of Qwen's head by the model's names, as its layer has them; None = the head is of another."""
+def weights_within(place: Path, target: CausalLM) -> tuple[Mapped, Callable[[str], str]] | None:
+    """Return the tensors of Qwen's head among a model's weights, and their names in files; None = it has none.
+
+    The names are the model's, and the tensors those of its layer.
+    """
+    folder = HeadFolder.open(str(place), KIND, among=True)
     weights = renamed(folder, lambda name: rename(name, target.num_layers))
     if not weights.stored[MATRIX].startswith(QWEN):
         return None
     sizes = describe_qwen(folder.config, weights.names(), target)
-    return Mapped(weights, head_shapes(HeadConfig(sizes, OF_QWEN.entry), target), sizes.tensors)
+    return Mapped(weights, head_shapes(HeadConfig(sizes, OF_QWEN.entry), target), sizes.tensors), name_in_qwen
 
 
 def _state_first(folder: HeadFolder, weights: Renamed) -> bool:
@@ -182,13 +180,6 @@ def rename(name: str, num_layers: int, module: int = 0) -> str | None:
     if part in PARTS and not name.startswith(f"{QWEN}layers."):
         return f"{PARTS[part]}{kind}"
     return None if part == "embed_tokens" else f"layers.0.{part}{kind}"
-
-
-def name_in_qwen(name: str) -> str:
-    """Return Qwen's name of a tensor of the model, whose layer is one; the inverse of `rename`."""
-    part, _, kind = name.rpartition(".")
-    own = {"token_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden"}
-    return f"{QWEN}{own.get(part, part)}.{kind}"
 
 
 class ModuleRunner(HiddenStateRunner):

@@ -176,6 +176,33 @@ def _in_head(name: str) -> str:
     return name.removeprefix("model.")
 
 
+# Heads for multi-token prediction in Qwen's form.
+
+QWEN, QWEN_COUNT = "mtp.", "mtp_num_hidden_layers"  # begins the names of tensors; a key of config.json
+
+
+def describe_qwen(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> DecoderConfig:
+    """Describe the layer of Qwen's head, from config.json; see `sizes_of_family`."""
+    return _with_offset(sizes_of_family(config, names, target))
+
+
+def _with_offset(sizes: DecoderConfig) -> DecoderConfig:
+    """Return the sizes with norms whose stored scales are those minus one."""
+    norm = replace(sizes.norm, offset=1.0)
+    layers = [
+        replace(layer.attending(qk_norm=sizes.attention.qk_norm and norm), before_attention=norm, before_mlp=norm)
+        for layer in sizes.layers
+    ]
+    return replace(sizes, norm=norm, layers=tuple(layers))
+
+
+def name_in_qwen(name: str) -> str:
+    """Return Qwen's name of a tensor of the model, whose layer is one; the inverse of `rename` in mtp.py."""
+    part, _, kind = name.rpartition(".")
+    own = {"token_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden"}
+    return f"{QWEN}{own.get(part, part)}.{kind}"
+
+
 def layer_entries(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> dict[str, Any]:
     """Return the entries of config.json on the layers, with the number of layers that have tensors."""
     inner = next((config[key] for key in LAYER_KEYS if key in config), config)

@@ -46,7 +46,7 @@ def inflate(
     """Write a model of a larger shape that computes the same function.
 
     The result has the texts and the acceptance of the small model at the cost of the shape: it is for measurements, not
-    for use. A head is written for its model at the same shape.
+    for use. A head among the weights grows with them; a head in a folder is written for its model at the same shape.
     """
     from speculant.lab.inflation import head_kind, inflate as inflate_model, inflate_head
     from speculant.models import embedded_heads, resolve_folder

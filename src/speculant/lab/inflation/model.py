@@ -25,12 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculant.drafting import FILE as SHORT_HEAD, HeadFolder, HeadParts, Part, Role, head_parts
-from speculant.drafting.heads import mtp
+from speculant.drafting import FILE as SHORT_HEAD, HeadFolder, HeadParts, Part, Role, head_parts, head_within
 from speculant.drafting.heads.folder import KIND
 from speculant.errors import ConfigError, ModelError
 from speculant.files import read_json
-from speculant.lab.checkpoints import copy_files, make_folder, stored_tensors, write_index, write_json, write_tensors
+from speculant.lab.checkpoints import copy_files, stored_tensors, write_index, write_json, write_tensors
 from speculant.lab.inflation.enlargement import Enlargement, NoisyFiles, Shape, decoder_shape, grown_config, state_of
 from speculant.models import (
     HEAD,
@@ -181,21 +180,17 @@ def _part_of_model(name: str) -> Part:
 
 
 def _grown_head(source: Path, files: CheckpointFiles, enlargement: Enlargement, noise: float) -> dict[str, Tensor]:
-    """Return the tensors of a head in Qwen's form among the weights of `source`, at the large shape; {} = it has none.
-
-    A head in another form is left out.
-    """
-    if not mtp.stored_in(source, files.decoder.num_layers):
-        return {}
+    """Return the tensors of a head among the weights of `source`, at the large shape; {} = it has none known."""
     with torch.device("meta"):
         target = Decoder(files.decoder)
-    found = mtp.plain_weights(HeadFolder.open(str(source), mtp.KIND, among=True), target)
+    found = head_within(source, target)
     if found is None:
         return {}
-    weights = NoisyFiles(found, noise)
-    made = {name: enlargement.grown(_part_of_model(name), weights.read(name), name) for name in sorted(weights.names())}
-    stored = stored_tensors(made, found.tensors)
-    return {mtp.name_in_qwen(name): tensor.contiguous() for name, tensor in stored.items()}
+    weights, name_in_files = found
+    noisy = NoisyFiles(weights, noise)
+    made = {name: enlargement.grown(_part_of_model(name), noisy.read(name), name) for name in sorted(weights.names())}
+    stored = stored_tensors(made, weights.tensors)
+    return {name_in_files(name): tensor.contiguous() for name, tensor in stored.items()}
 
 
 def _write_weights(folder: Path, model: _Inflation) -> None:
@@ -208,6 +203,16 @@ def _write_weights(folder: Path, model: _Inflation) -> None:
         files.update(dict.fromkeys(tensors, file.name))
         total += sum(tensor.nbytes for tensor in tensors.values())
     write_index(folder, files, total)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder. Raises ConfigError if it can't be made or holds files, which could be mixed with the model's."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be made: {error}", "name a folder that you may write to.") from error
+    if any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty", "name a new folder, or empty this one.")
 
 
 def filled_card(

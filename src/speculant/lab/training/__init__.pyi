@@ -47,6 +47,7 @@ from .losses import (
     overlaps as overlaps,
 )
 from .network import (
+    CausalTexts as CausalTexts,
     decoded_states as decoded_states,
     encoded_sources as encoded_sources,
     export_model as export_model,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from speculant.drafting.heads import mtp
+from speculant.drafting import QWEN_COUNT, describe_qwen, method_within, name_in_qwen
 from speculant.errors import ConfigError
 from speculant.lab.checkpoints import stored_tensors, write_joined, write_json, write_tensors
 from speculant.lab.training.config import HeadTrainingConfig
@@ -347,13 +347,13 @@ class MtpObjective(RoundsObjective):
     def is_described_in(self, config: Mapping[str, Any]) -> bool:
         """Whether the drafter reads this layer by a target's config.json."""
         own = self._head.config.decoder
-        found = mtp.describe_qwen(config, (), self._target)
+        found = describe_qwen(config, (), self._target)
         return (found.layers, found.norm, found.tensors) == (own.layers, own.norm, own.tensors)
 
     @override
     def tensors(self) -> dict[str, Tensor]:
         made = stored_tensors(super().tensors(), self._head.config.decoder.tensors)
-        return {mtp.name_in_qwen(name): tensor for name, tensor in made.items()}
+        return {name_in_qwen(name): tensor for name, tensor in made.items()}
 
 
 def new_mtp(config: HeadTrainingConfig, target: Decoder) -> MtpObjective:
@@ -362,7 +362,7 @@ def new_mtp(config: HeadTrainingConfig, target: Decoder) -> MtpObjective:
     Its attention is gated, and its norms' stored scales are those minus one, whatever the target's family.
     """
     own = mtp_entries(layer_sizes(config, target))
-    sizes = mtp.describe_qwen(own, (), target)
+    sizes = describe_qwen(own, (), target)
     head = HeadDecoder(HeadConfig(sizes, StateEntry.NORMED, norm_output=True), target)
     begin_small(head, config.seed)
     with torch.no_grad():  # it begins as the target's state, of the target's size
@@ -380,7 +380,7 @@ def new_mtp(config: HeadTrainingConfig, target: Decoder) -> MtpObjective:
 def mtp_entries(sizes: DecoderConfig) -> dict[str, Any]:
     """Return the entries of config.json for a block of the same sizes."""
     rotated = sizes.attention.rotated / sizes.attention.head_dim
-    kind = {"model_type": "qwen3_5_text", "layer_types": ["full_attention"], "mtp_num_hidden_layers": 1}
+    kind = {"model_type": "qwen3_5_text", "layer_types": ["full_attention"], QWEN_COUNT: 1}
     return {**layer_entries(sizes), **kind, "partial_rotary_factor": rotated}
 
 
@@ -607,7 +607,9 @@ def new_pass(config: HeadTrainingConfig, target: Decoder) -> LookAheadObjective:
 
 
 KINDS: Mapping[str, HeadKind] = {  # by the names of their functions, which are those of the methods that draft
-    make.__name__.removeprefix("new_"): HeadKind(make, make is new_eagle3, make is new_mtp)
+    make.__name__.removeprefix("new_"): HeadKind(
+        make, own_output_head=make is new_eagle3, within_target=make is new_mtp
+    )
     for make in (new_blockwise, new_eagle, new_eagle3, new_medusa, new_mtp, new_pass)
 }
 
@@ -671,14 +673,17 @@ class HeadRun(TrainingRun[HeadTrainingConfig, HeadOutcome]):
             return
         assert isinstance(head, MtpObjective)
         place = resolve_source(config.target, "target")
-        if not place.is_dir() or not head.is_described_in(read_model_config(place)):
-            raise ConfigError(
-                f"config.json of {config.target} does not describe the layer of the head"
-                if place.is_dir() else f"{place.name} can't take up tensors of a head",
-                "leave out --with-target, and name the head as the draft model.",
-            )  # fmt: skip
-        if config.with_target.exists() and any(config.with_target.iterdir()):
-            raise ConfigError(f"{config.with_target} is not empty", "name a new folder, or empty this one.")
+        if not place.is_dir():
+            why = f"{place.name} can't take up a head's tensors"
+        elif method_within(place, self.target.num_layers):
+            why = f"{config.target} has a head among its weights already"
+        elif not head.is_described_in(read_model_config(place)):
+            why = f"config.json of {config.target} describes no such layer as the head's"
+        elif config.with_target.exists() and not (config.with_target.is_dir() and not [*config.with_target.iterdir()]):
+            why = f"{config.with_target} is not an empty folder"
+        else:
+            return
+        raise ConfigError(why, "name another folder, or leave out --with-target and name the head when it is used.")
 
     def _shown(self) -> str:
         """Return the head's acceptance on the first held-out texts."""
@@ -712,7 +717,7 @@ class HeadRun(TrainingRun[HeadTrainingConfig, HeadOutcome]):
         write_json(config.out / "config.json", written)
         (config.out / "README.md").write_text(_card(config, outcome), encoding="utf-8")
         if config.with_target is not None:
-            write_joined(resolve_source(config.target, "target"), file, config.with_target, {mtp.COUNTS[0]: 1})
+            write_joined(resolve_source(config.target, "target"), file, config.with_target, {QWEN_COUNT: 1})
         return outcome
 
     @override

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from speculant import plugins
-from speculant.drafting import head_parts, save_head_tokens
+from speculant.drafting import head_parts, method_within, save_head_tokens
 from speculant.errors import ConfigError, ModelError, SpeculantError
 from speculant.kernels import usable_sets
 from speculant.lab.inflation import Shape, inflate, inflate_head, inflated_head, shape_of
@@ -110,6 +110,13 @@ def test_a_head_among_the_weights_grows_with_them(tmp_path: Path) -> None:
     *expected, of_small = drafts("mtp", small, str(small))
     assert same == expected
     torch.testing.assert_close(probs, of_small, atol=1e-9, rtol=1e-9)
+
+
+def test_a_head_in_another_form_is_left_out(tmp_path: Path) -> None:
+    small, large = Path(write_with_head(tmp_path / "small", "deepseek")), tmp_path / "large"
+    inflate(small, large, replace(shape_of(small)[0], hidden_size=2 * H))
+    assert [method_within(each, 2) for each in (small, large)] == ["mtp", None]
+    load_model(str(large), "float32", kernels="reference")
 
 
 def test_short_output_head_stays_short(targets: Targets, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from speculant.lab.training import (
+    CausalTexts,
     DistillObjective,
     Muon,
     TextObjective,
@@ -21,9 +22,7 @@ from speculant.lab.training import (
     orthogonalize,
     project_embedding,
 )
-from speculant.lab.training.network import CausalTexts
-from speculant.models import Decoder, State
-from speculant.models.reference import StateInputs, change
+from speculant.models import Decoder, State, StateInputs, change
 
 
 def network(config: TrainingConfig, seed: int) -> Decoder:
