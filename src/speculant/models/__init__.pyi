@@ -167,6 +167,8 @@ from .reference import (
     Decoder as Decoder,
     Learned as Learned,
     RoutedMlp as RoutedMlp,
+    StateInputs as StateInputs,
+    StoredKeys as StoredKeys,
     WholeTexts as WholeTexts,
     context_slots as context_slots,
     distance_scores as distance_scores,
