@@ -213,6 +213,19 @@ def test_a_text_finds_the_nearest_known_state() -> None:
     texts.cache.check()
 
 
+def test_texts_with_the_same_beginning_find_its_state() -> None:
+    """The second one computes it, and keeps the state where the texts part."""
+    texts, same = make((30, 2)), [*range(18)]
+    for place, found in enumerate((0, 0, 16, 16)):
+        text = [*same, 20 + place, *range(30, 39)]
+        assert texts.cache.match_prefix(place, text) == found
+        while (start := texts.cache.length(place)) < len(text):
+            texts.run(place, text[start : sum(texts.cache.next_part(place, len(text)))], (), text)
+        texts.cache.insert_prefix(place, text)
+        assert texts.cache.match_prefix(100 + place, text) == 24
+        texts.cache.check()
+
+
 def test_a_decoding_text_keeps_its_newest_state_alone() -> None:
     texts, text = make((40, 4)), [1, 2, 3, 4, 5]
     for _ in range(30):

@@ -69,6 +69,7 @@ class Case(enumeration.Case):
     make_drafter: MakeDrafter = draft_model
     cache: MakeCache = slotted
     policy: Callable[[], DraftLength] | None = None  # None = `length` for every draft
+    has_states: bool = False  # the target's distribution depends on a state
 
     @override
     def transformed(self, logits: Sequence[float], history: History) -> list[float]:
@@ -89,7 +90,7 @@ def assert_exact(case: Case) -> float:
 
 def _rig(case: Case, chances: EnumeratingChances) -> Rig:
     return build_rig(
-        TableModel(case.pair.target, case.pair.vocab_size, has_source=bool(case.source)),
+        TableModel(case.pair.target, case.pair.vocab_size, has_source=bool(case.source), has_states=case.has_states),
         case.make_drafter(case.pair, chances, case.limits),
         length=case.length,
         verification=case.verification,

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from speculant import LLM, SamplingParams
+from speculant.errors import CapacityError
 from speculant.kernels import usable_sets
 from tests.commands import json_of
 from tests.exactness.identity import Job, params_of, prompts_of
@@ -129,6 +130,15 @@ def test_a_head_that_can_t_be_used_is_told_and_left_out(
     assert LLM(str(folder), **ENGINES["float32"]).speculation.startswith("suffix, prompt_lookup (")
     assert "own head is not used" in caplog.text
     assert "1 missing (norm.weight)" in caplog.text
+
+
+@native
+def test_memory_for_the_target_alone_leaves_the_head_out(target: str, caplog: pytest.LogCaptureFixture) -> None:
+    arguments = {"max_model_len": 256, "max_num_seqs": 2, **ENGINES["float32"]}
+    assert LLM(target, kv_memory="200KiB", **arguments).speculation.startswith("suffix, prompt_lookup (")
+    assert "own head is not used: the drafter's cache: 1 x 256 positions" in caplog.text
+    with pytest.raises(CapacityError, match="the drafter's cache"):
+        LLM(target, kv_memory="200KiB", speculative_config=MTP, **arguments)
 
 
 def test_doctor_names_the_head_in_the_files(target: str) -> None:

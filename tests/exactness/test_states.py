@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from speculant import LLM, SamplingParams
-from speculant.cache import MOST_PENDING, paged_cache
+from speculant.cache import MOST_PENDING, KVCache, StateRows, paged_cache
 from speculant.config import Limits
-from speculant.drafting import Drafters
+from speculant.drafting import Drafters, ParallelChains, StaticTree
 from speculant.engine import Engine, EngineOptions
 from speculant.kernels import usable_sets
+from speculant.lab.exactness import FULL_SUPPORT, Pair
 from speculant.lengths import Fixed
 from speculant.metrics import SpeculationMetrics
 from speculant.models import Checkpoint, load_model
 from speculant.sampling import KeyedChances
 from speculant.types import Request
+from tests.exactness.speculation import (
+    BRANCHING,
+    LOSSLESS,
+    Case,
+    MakeDrafter,
+    assert_exact,
+    draft_model,
+    ngram,
+    of_two_models,
+    scripted,
+)
 from tests.examples import examples
-from tests.fakes import ScriptedDrafter, known_verifiers
+from tests.fakes import ScriptedDrafter, few_blocks, known_verifiers
 from tests.models import Shape, write_checkpoint
 from tests.unit.models.families import STATES, VARIANTS
 
@@ -69,6 +82,61 @@ def answer(
         engine.step()
         engine.check()
     return request.output, request.metrics.speculative_decoding
+
+
+BLOCKS = few_blocks(48, keep_prefixes=False)
+RANKS = {(0,), (1,), (0, 0), (1, 0)}
+TABLE_DRAFTERS: dict[str, MakeDrafter] = {
+    "model": draft_model,
+    "tree": partial(draft_model, topology=StaticTree(frozenset(RANKS))),
+    "draws": partial(draft_model, topology=ParallelChains((0, 0), 2)),
+    "models": partial(of_two_models, ParallelChains((0, 1), 2)),
+    "copies": ngram,
+}
+CASES = [
+    (rule, name) for rule in LOSSLESS for name in TABLE_DRAFTERS if rule in BRANCHING or name in ("model", "copies")
+]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("rule", "drafter"), CASES)
+def test_a_table_of_states_keeps_the_distribution(rule: str, drafter: str) -> None:
+    """A tree becomes its first path."""
+    for seed in range(examples(4, least=1)):
+        for size, length, steps in ((3, 2, 1), (2, 2, 2)):
+            pair, make = Pair(seed, size), TABLE_DRAFTERS[drafter]
+            assert_exact(
+                Case(
+                    pair, length, verification=rule, prompt=(0, 1, 0, 1), steps=steps, make_drafter=make, cache=BLOCKS,
+                    has_states=True,
+                )
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", ["rejection", "match", "block"])
+def test_rejected_drafts_of_each_length(rule: str) -> None:
+    make = scripted(0, 1, 1, 0, 1, 0, 0, 1, 1)
+    for length, steps in ((9, 1), (4, 2)):
+        case = Case(
+            Pair(3, 2, FULL_SUPPORT), length, verification=rule, steps=steps, width=8, make_drafter=make, cache=BLOCKS,
+            has_states=True,
+        )  # fmt: skip
+        assert assert_exact(case) > 0.5
+
+
+@pytest.mark.parametrize("fault", [{"settled": -1}, {"certain": 1}, {"certain": -1}])
+def test_a_state_with_a_row_too_many_is_seen(monkeypatch: pytest.MonkeyPatch, fault: dict[str, int]) -> None:
+    """A row that is added twice, one that was only drafted, or one that is lost."""
+    advance = KVCache.advance
+
+    def wrong(cache: KVCache, seq_id: int, start: int, certain: int) -> StateRows:
+        rows = advance(cache, seq_id, start, certain)
+        return rows._replace(**{name: max(0, getattr(rows, name) + by) for name, by in fault.items()})
+
+    monkeypatch.setattr(KVCache, "advance", wrong)
+    case = Case(Pair(3, 3, FULL_SUPPORT), 2, prompt=(0, 1, 2, 1), steps=2, cache=BLOCKS, has_states=True)
+    with pytest.raises(AssertionError):
+        assert_exact(case)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

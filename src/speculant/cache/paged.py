@@ -415,7 +415,7 @@ class CachedSequence:
 
     record, before: the newest record of its states, and the one that the last pass read; None = there is none. saved:
     records at the ends of blocks that are not in the prefix index yet. border: the blocks before the last one of these
-    after a text's newest token; 0 = there is none.
+    after a text's newest token; 0 = there is none. parting: where it parts from known texts whose state there is not.
     """
 
     cache_salt: str
@@ -427,6 +427,7 @@ class CachedSequence:
     before: Record | None = None
     saved: list[Record] = field(default_factory=list)
     border: int = 0
+    parting: int = 0
 
     @property
     def records(self) -> list[Record]:
@@ -456,6 +457,7 @@ class RecordPool(BlockPool):
         if held.before is not None:
             self.free(held.before.number)
         held.before, border = own and own._replace(end=start), (end - 1) // self.block_size * self.block_size
+        border = end if end == held.parting else border  # others will begin there with tokens of their own
         save = NO_RECORD
         if certain and border and settled <= border:
             save = self._save(held, border, is_newest=certain == 1)
@@ -704,7 +706,7 @@ class KVCache:
             raise ValueError(f"match_prefix for sequence {seq_id}, which is already held")
         nodes, size = self._tree.match(tokens, cache_salt), self.block_size
         most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
-        length = max(0, min(len(nodes) * size, most))
+        length = longest = max(0, min(len(nodes) * size, most))
         while (shorter := self._known(nodes, length)) < length:
             length = shorter
         tables = list[BlockTable]()
@@ -715,7 +717,17 @@ class KVCache:
         held = self._hold(seq_id, cache_salt, length, tables, nodes[: length // size])
         if self.records is not None:
             self.records.hold(held, nodes, length)
+            if self.records.spare and longest - length > 2 * size:
+                held.parting = longest // size * size
         return length
+
+    def next_part(self, seq_id: int, end: int) -> tuple[int, int]:
+        """Return a sequence's length, and how many of its next positions up to `end` a pass should compute.
+
+        With states, it ends where the sequence parts from others: the state there serves the next one.
+        """
+        held = self._held.get(seq_id, self._nothing)
+        return held.length, (held.parting if held.length < held.parting < end else end) - held.length
 
     def _known(self, nodes: Sequence[PrefixNode], length: int) -> int:
         """Return `length`, or a shorter one, if something lacks that a row after that many positions needs."""

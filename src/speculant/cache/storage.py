@@ -57,7 +57,7 @@ class TensorStorage(KVStorage):
                 layer: empty((num_records, of.size), wide, shape.device)
                 for layer, of in enumerate(shape.states) if of
             }  # fmt: skip
-        except (OSError, RuntimeError) as error:
+        except (OSError, OverflowError, RuntimeError) as error:
             keys = sum(count * shape.bytes_of(of.layers) for count, of in zip(counts, groups, strict=True))
             needed = (keys + num_records * shape.state_bytes) / 2**30
             raise CapacityError(

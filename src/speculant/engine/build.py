@@ -40,7 +40,7 @@ from speculant.engine.draft_loading import DraftLoader
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
 from speculant.engine.precision import AUTO, LARGE_BYTES, HeadRounding, rounded
-from speculant.errors import ConfigError, ModelError, PairError, RequestError
+from speculant.errors import CapacityError, ConfigError, ModelError, PairError, RequestError
 from speculant.files import forget_measured
 from speculant.lengths import LONGEST, START_S, Calibration, DraftLength, DraftLengthContext, completed
 from speculant.models import (
@@ -339,7 +339,7 @@ def choose_drafters(
     if own is not spec:
         try:
             drafters, notes = build_drafters(config, own, target, *others)
-        except (ModelError, PairError) as error:
+        except (CapacityError, ModelError, PairError) as error:
             logger.warning("the target's own head is not used: %s", error)
         else:
             return own, drafters, f", with the target's own head{notes}"

@@ -88,7 +88,12 @@ class CacheMemory:
 
     def make(self, shape: CacheShape) -> KVCache:
         """Make a cache for a drafter, leaving room for as many positions of the target's; raises CapacityError too."""
-        return self._make(self._draft_need(shape), self._left, "drafter", (self._target_need,))
+        limits = self.limits
+        try:
+            return self._make(self._draft_need(shape), self._left, "drafter", (self._target_need,))
+        except CapacityError:
+            self.limits = limits
+            raise
 
     @property
     def _target_need(self) -> Need:

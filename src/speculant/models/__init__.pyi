@@ -168,6 +168,7 @@ from .reference import (
     Learned as Learned,
     RoutedMlp as RoutedMlp,
     StateInputs as StateInputs,
+    StoredKeys as StoredKeys,
     WholeTexts as WholeTexts,
     change as change,
     context_slots as context_slots,

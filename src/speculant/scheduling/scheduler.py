@@ -317,8 +317,8 @@ class RowDivision:
 
         Where no hypothesis fits after it, the newest token is left for a later step.
         """
-        start, search = self._standings.target.length(request.seq_id), request.search
-        count = len(request.tokens) - start
+        start, count = self._standings.target.next_part(request.seq_id, len(request.tokens))
+        search = request.search
         if search is None and 0 < count <= budget and plan.take(request.seq_id, count):  # the usual case
             return Scheduled(request, start, count, source=source)
         most = min(budget, plan.room(request.seq_id))

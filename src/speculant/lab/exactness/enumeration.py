@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from speculant.cache import CacheShape, KVCache, KVStorage
+from speculant.cache import MOST_PENDING, NO_KEYS, CacheShape, KVCache, KVStorage, LayerShape
 from speculant.config import Limits
 from speculant.metrics import RequestMetrics, TimingMetrics
 from speculant.models import (
@@ -28,10 +28,14 @@ from speculant.models import (
     Hidden,
     ModelNeeds,
     Segment,
+    State,
+    StateInputs,
+    StoredKeys,
     check_embeddings,
     check_taps,
     check_tokens,
     context_slots,
+    state_shape,
     visible_keys,
 )
 from speculant.params import SamplingParams
@@ -51,7 +55,7 @@ class TableModel:
 
     masks: it has a mask token beside its vocabulary, which is part of histories as any token is.
     has_source: it is an encoder-decoder model. Its table reads `after_source(source, history)`, of the source that the
-    storage holds.
+    storage holds. has_states: it has a layer with a state too, and reads the newest tokens from that.
     """
 
     def __init__(
@@ -61,12 +65,18 @@ class TableModel:
         max_positions: int = 1024,
         masks: bool = False,
         has_source: bool = False,
+        has_states: bool = False,
     ) -> None:
-        self.needs = ModelNeeds(source=has_source)
+        self.needs = ModelNeeds(source=has_source, most_nodes=MOST_PENDING - 1 if has_states else None)
         self.vocab_size, self.mask_token = vocab_size, vocab_size if masks else None
         self.max_positions = max_positions
         self.num_layers, self.hidden_size = 1, vocab_size
         self.cache_shape = CacheShape(1, 1, 1, torch.float64, torch.device("cpu"))
+        if has_states:
+            assert vocab_size < DIGIT - 1, "tokens are digits"
+            self.cache_shape = replace(
+                self.cache_shape, num_layers=2, own=(LayerShape(1, 1), NO_KEYS), states=(None, state_shape(STATE))
+            )
         self.num_rows: list[int] = []  # of each pass
         self.num_encoded: list[int] = []  # rows of each pass of the encoder
         self._table = table
@@ -103,6 +113,8 @@ class TableModel:
     def _histories(self, batch: Batch, storage: KVStorage) -> Iterator[History]:
         """Yield what each row's distribution depends on: the visible prefix, after the source if there is one."""
         prefixes = _prefixes(batch, storage)
+        if self.needs.most_nodes is not None:
+            prefixes = map(_with_newest, prefixes, _newest(batch, storage))
         for segment in batch.segments:
             assert bool(segment.source_length) == self.needs.source, "a text without its source"
             source = _stored_source(segment, batch.block_size, storage) if self.needs.source else None
@@ -130,6 +142,36 @@ class TableModel:
         if history not in self._known:
             self._known[history] = torch.tensor(self._table(history), dtype=torch.float64)
         return self._known[history]
+
+
+STATE = State(width=3, conv=3, heads=1, key_heads=1, key_dim=1, head_dim=1)  # its convolution sees three tokens
+DIGIT, DIGITS = 16, 12  # what a state counts in, and how many tokens it holds exactly
+SMALL = 2.0**-30  # keys, whose squares are too small to count
+
+
+def _newest(batch: Batch, storage: KVStorage) -> Iterator[History]:
+    """Yield the newest tokens of each row's text as records hold them; a digit is a token plus 1, and 0 is none.
+
+    The convolution hands on the row's token and the two before it. The last of these changes the state:
+    S = S / DIGIT + digit, without rounding.
+    """
+    states, digits = StoredKeys(batch, storage, {}, {}), (batch.tokens + 1).to(torch.float64)
+    columns = digits[:, None].expand(-1, STATE.width)
+    seen = states.convolve(1, STATE, columns, torch.eye(STATE.conv, dtype=torch.float64).flip(0))
+    one = torch.ones(len(digits), 1, dtype=torch.float64)
+    rows = StateInputs(SMALL * one[..., None], seen[:, None, -1:] / SMALL, one / DIGIT, one, one[..., None])
+    for (*newest, _), total in zip(seen.tolist(), states.recur(1, STATE, rows).flatten().tolist(), strict=True):
+        while total > 0 and len(newest) < DIGITS:
+            digit, rest = divmod(total, 1)
+            total = DIGIT * rest
+            newest.append(digit)
+        yield tuple(int(digit) - 1 for digit in reversed(newest) if digit)
+
+
+def _with_newest(prefix: History, newest: History) -> History:
+    """Return a text whose newest tokens are those that its state holds."""
+    assert len(newest) == min(len(prefix), DIGITS), "the state of another text"
+    return (*prefix[: len(prefix) - len(newest)], *newest)
 
 
 def after_source(source: Sequence[int], history: History) -> History:
