@@ -125,10 +125,12 @@ static void check_recur(const SpOp &op, const SpBounds &bounds, Finding &found) 
   found.need(op.k > 0 && op.dim > 0 && op.heads > 0 && op.kv_heads > 0 && op.heads % op.kv_heads == 0, "states that share no keys");
   if (found.what) return;
   const int64_t width = (int64_t)op.heads * op.dim;
+  const bool scans = op.flags & SP_SCAN;
   found.need(op.n == 2 * op.kv_heads * op.k + width, "rows of another width than queries, keys and values");
   found.array(op.in, op.has.in, bounds.rows * op.n, "fewer queries, keys and values");
-  found.array(op.gates, op.has.gates, (bounds.rows - 1) * op.stride + width + 2 * op.heads, "fewer gates");
-  found.option(op.scale, op.has.scale, op.dim, "a norm with fewer scales than it multiplies");
+  found.array(op.gates, op.has.gates, (bounds.rows - 1) * op.stride + width + (scans ? op.n : op.heads) + op.heads, "fewer gates");
+  found.option(op.scale, op.has.scale, scans ? width : op.dim, "a norm with fewer scales than it multiplies");
+  if (scans) found.array(op.bias, op.has.bias, op.heads, "fewer factors of values than states");
   found.array(op.key_scale, op.has.key_scale, op.heads, "fewer rates than states");
   found.array(op.key_bias, op.has.key_bias, op.heads, "a shorter bias of rates");
   found.array(op.out, op.has.out, bounds.rows * width, "a smaller output");

@@ -103,8 +103,7 @@ static inline void run_op(const SpOp &op, const SpPass &pass, Plan &plan, Memory
     }
     case SP_CONVOLVE:
       return stages[0].run(pass.num_segments * convolve_parts(op), [&](int64_t p) { run_convolve(op, pass, p); });
-    case SP_RECUR:
-      return stages[0].run(pass.num_segments * op.heads, [&](int64_t p) { run_recur(op, pass, p, stages[0]); });
+    case SP_RECUR: return run_recur(op, pass, stages);
     case SP_ATTEND:
       stages[0].run(attend_pieces(op, plan), [&](int64_t p) { run_attend(op, pass, plan, p); });
       if (plan.splits(op)) stages[1].run(pass.rows * op.heads, [&](int64_t p) { run_merge(op, plan, p); });

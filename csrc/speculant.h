@@ -42,7 +42,7 @@ enum SpCode {
   SP_COMBINE = 9,  /* out[T, n] (+)= factor * the weighted sum of each row's pairs in[pairs, n] */
   SP_CONVOLVE = 10, /* out[T, n] = activation(the sum over j of scale[j, n] * the column of the position window - 1 - j before + bias[n]),
                       where the column of a row is in[T, n] */
-  SP_RECUR = 11,   /* out[T, heads dim] = a gated delta rule over rows in[T, n] of queries, keys and values: see csrc/states.h */
+  SP_RECUR = 11,   /* out[T, heads dim] = a recurrence over rows in[T, n] of queries, keys and values: see csrc/states.h */
 };
 /* Rows of a sequence that may wait for a later pass to add them to its states. */
 enum { SP_MOST_PENDING = 16 };
@@ -59,6 +59,7 @@ enum SpFlag {
   SP_AHEAD = 128,  /* SP_ATTEND: a row also sees the later rows of its sequence in the pass, which are one chain */
   SP_FIXED = 256,  /* SP_ATTEND: the window of each row begins where that of its sequence's first row in the pass begins */
   SP_SOURCE = 512, /* SP_ATTEND: a row sees all positions of its sequence's source and nothing else; without a window */
+  SP_SCAN = 1024,  /* SP_RECUR: Mamba 2 in place of a gated delta rule */
 };
 
 enum SpActivation {
@@ -84,8 +85,9 @@ typedef struct {
   int64_t n, k;
   const void *weight;        /* packed by sp_pack; SP_EXPERTS: the addresses of the experts' matrices */
   const float *scale;        /* SP_NORM: n; SP_ROTATE: the queries' norm, dim (heads dim with SP_ALL_HEADS), or NULL; SP_CONVOLVE:
-                                [window, n]; SP_RECUR: the norm of each head's result, dim, or NULL */
-  const float *bias;         /* SP_LINEAR: n (SP_GATED: [2, n], gate and up); SP_EXPERTS: the same by expert; SP_NORM, SP_CONVOLVE: n; SP_ROTATE: of the queries' norm; or NULL */
+                                [window, n]; SP_RECUR: the norm of each head's result, dim (heads dim with SP_SCAN), or NULL */
+  const float *bias;         /* SP_LINEAR: n (SP_GATED: [2, n], gate and up); SP_EXPERTS: the same by expert; SP_NORM, SP_CONVOLVE: n;
+                                SP_ROTATE: of the queries' norm; or NULL. SP_RECUR with SP_SCAN: factors D of values, [heads] */
   const float *key_scale, *key_bias; /* SP_ROTATE: the keys' norm, dim (kv_heads dim with SP_ALL_HEADS); or NULL. SP_RECUR: rates and their bias, [heads] */
   const float *in;
   float *out;
@@ -95,7 +97,8 @@ typedef struct {
   int32_t heads, kv_heads, dim, window; /* window 0 = none. SP_RECUR: kv_heads of k numbers, and `heads` states [k, dim]. It and the
                                            SP_CONVOLVE before it have the same n, k, heads, kv_heads, dim and window */
   int32_t rope, rotated;     /* SP_ROTATE: whose angles; the first dimensions of each head that are rotated, 0 = none */
-  float eps, factor, softcap; /* of norms; see SP_EMBED, SP_NORM, SP_LINEAR, SP_COPY, and of attention scores; c: y becomes c tanh(y / c) */
+  float eps, factor, softcap; /* of norms; see SP_EMBED, SP_NORM, SP_LINEAR, SP_COPY, and of attention scores; c: y becomes c tanh(y / c).
+                                 SP_RECUR with SP_SCAN: the least t is `factor`, the largest `softcap` */
   int64_t stride;            /* from a row to the next, in numbers: SP_LINEAR: of `out`, 0 = n; SP_ROTATE and SP_ATTEND: of `in`,
                                 0 = (heads + 2 kv_heads) dim; SP_CONVOLVE: of `in`; SP_RECUR: of `gates` */
   int64_t used;              /* SP_ROUTE, SP_EXPERTS, SP_COMBINE: experts of each row */
@@ -104,7 +107,7 @@ typedef struct {
                                 stand for all distances beyond, [heads, before + 1 + after]; or NULL. The positions of tree nodes are those
                                 along their path. */
   int64_t before, after;
-  const float *gates;        /* SP_RECUR: each row's z [heads dim], b [heads] and a [heads] */
+  const float *gates;        /* SP_RECUR: each row's z [heads dim], b [heads] (with SP_SCAN other numbers, [n]) and a [heads] */
   SpSizes has;
 } SpOp;
 

@@ -1,13 +1,18 @@
-// What may take the place of attention: a convolution over the last positions of a sequence, and a gated delta rule (arXiv 2412.06464).
+// What may take the place of attention: a convolution over the last positions of a sequence, and a gated delta rule (arXiv 2412.06464) or
+// Mamba 2 (arXiv 2405.21060).
 // A sequence has a record in each such layer. StateShape and StateRows (src/speculant/cache/base.py) say how a pass uses the record:
 //
 //   record   | state [heads, k, dim] | SP_MOST_PENDING updates | SP_MOST_PENDING + window - 1 columns [n] |
-//   update   | keys [kv_heads, k] | d [heads, dim] | exp(g) [heads] |
+//   update   | keys [kv_heads, k] | d [heads, dim] | factors of S [heads] |
 //
 // Each row changes a head's state S [k, dim], where each key serves heads / kv_heads consecutive heads. `in` has its q, k and v:
 //
 //   q, k = q / |q| / sqrt(k), k / |k|;   g = rate softplus(a + its bias);   S = exp(g) S
 //   d = sigmoid(b) (v - S^T k);   S = S + k d^T;   out = norm(S^T q) silu(z)
+//
+// Mamba 2 (SP_SCAN) corrects nothing, and has one norm for all heads that a key serves. `in` has v, k and q:
+//
+//   t = softplus(a + its bias), within limits;   S = exp(rate t) S;   d = t v;   S = S + k d^T;   out = norm((S^T q + D v) silu(z))
 //
 // A row that may be dropped changes no state in a record: its update waits in the record until a later pass adds it, or never does. Updates
 // are added in the same way and order whenever that happens, so no bit depends on it. For equal inputs, results have the same bits on all
@@ -154,7 +159,8 @@ struct StepBlock {
   int64_t k, padded, count;
   float *keys, *queries;          // [count, k]
   float *values, *results;        // [count, padded]; values: v, or d once it is known
-  float decays[STEPS_OF_BLOCK], betas[STEPS_OF_BLOCK];
+  float decays[STEPS_OF_BLOCK], betas[STEPS_OF_BLOCK];  // betas: sigmoid(b), or t
+  float skip;                     // D
 };
 
 // Add updates to VECS vectors of columns from `first` on; state [k, VECS LANES].
@@ -202,13 +208,38 @@ static inline void run_step(const StepBlock &block, int64_t step, int64_t first,
   for (int v = 0; v < VECS; v++) store(results + v * LANES, sum[v]);
 }
 
+// The same of Mamba 2, whose update does not depend on the state.
 template <int VECS>
+static inline void scan_step(const StepBlock &block, int64_t step, int64_t first, float *state) {
+  const float *keys = block.keys + step * block.k, *queries = block.queries + step * block.k;
+  float *values = block.values + step * block.padded + first, *results = block.results + step * block.padded + first;
+  const Vec decay = splat(block.decays[step]), time = splat(block.betas[step]);
+  Vec own[VECS], d[VECS], sum[VECS];
+  for (int v = 0; v < VECS; v++) own[v] = load(values + v * LANES), d[v] = mul(time, own[v]), sum[v] = zero();
+  for (int64_t i = 0; i < block.k; i++) {
+    const Vec key = splat(keys[i]), query = splat(queries[i]);
+    for (int v = 0; v < VECS; v++) {
+      float *at = state + (i * VECS + v) * LANES;
+      const Vec next = updated(decayed(load(at), decay), key, d[v]);
+      store(at, next);
+      sum[v] = add(sum[v], mul(next, query));
+    }
+  }
+  for (int v = 0; v < VECS; v++) {
+    store(results + v * LANES, add(sum[v], mul(splat(block.skip), own[v])));
+    store(values + v * LANES, d[v]);
+  }
+}
+
+template <bool SCAN, int VECS>
 static inline void run_tile(const StepBlock &block, bool pending, int64_t first, float *state) {
   if (pending) return add_updates<VECS>(block, first, state);
-  for (int64_t step = 0; step < block.count; step++) run_step<VECS>(block, step, first, state);
+  for (int64_t step = 0; step < block.count; step++)
+    SCAN ? scan_step<VECS>(block, step, first, state) : run_step<VECS>(block, step, first, state);
 }
 
 // A head of a sequence. Its state is in a thread's own memory, in tiles of columns: [k, TILE_COLUMNS LANES], and [k, LANES] for the rest.
+template <bool SCAN>
 struct Recurrence {
   const SpOp &op;
   const SpSegment &segment;
@@ -219,7 +250,8 @@ struct Recurrence {
 
   Recurrence(const SpOp &op, const SpPass &pass, const SpSegment &segment, int64_t head, List<float> &memory)
       : op(op), segment(segment), records(op, pass, segment), head(head), group(op.heads / op.kv_heads),
-        padded((op.dim + LANES - 1) / LANES * LANES), block{op.k, padded, 0, nullptr, nullptr, nullptr, nullptr, {}, {}} {
+        padded((op.dim + LANES - 1) / LANES * LANES), block{op.k, padded, 0, nullptr, nullptr, nullptr, nullptr, {}, {}, 0.0f} {
+    if (SCAN) block.skip = op.bias[head];
     memory.renew((op.k + 2 * STEPS_OF_BLOCK) * padded + 2 * STEPS_OF_BLOCK * op.k);
     state = memory.items, block.values = state + op.k * padded, block.results = block.values + STEPS_OF_BLOCK * padded;
     block.keys = block.results + STEPS_OF_BLOCK * padded, block.queries = block.keys + STEPS_OF_BLOCK * op.k;
@@ -264,7 +296,7 @@ struct Recurrence {
   void read_update(int64_t step, int64_t position) {
     const float *update = update_of(records.read, position), *d = update + op.kv_heads * op.k + head * op.dim;
     memcpy(block.keys + step * op.k, update + head / group * op.k, op.k * sizeof(float));
-    for (int64_t i = 0; i < op.dim; i += LANES) store(block.values + step * padded + i, load_up_to(d + i, op.dim - i));
+    read_value(step, d);
     block.decays[step] = update[op.kv_heads * op.k + op.heads * op.dim + head];
   }
 
@@ -282,23 +314,39 @@ struct Recurrence {
     for (int64_t i = 0; i < op.k; i += LANES) store_up_to(to + i, mul(load_up_to(from + i, op.k - i), splat(factor)), op.k - i);
   }
 
+  void read_value(int64_t step, const float *value) {
+    for (int64_t i = 0; i < op.dim; i += LANES) store(block.values + step * padded + i, load_up_to(value + i, op.dim - i));
+  }
+
   void read_row(int64_t step, int64_t position) {
-    const float *row = op.in + row_of(position) * op.n, *query = row + head / group * op.k, *key = query + op.kv_heads * op.k;
-    const float *value = row + 2 * op.kv_heads * op.k + head * op.dim, *gates = gates_of(position) + op.heads * op.dim;
+    const float *row = op.in + row_of(position) * op.n, *gates = gates_of(position) + op.heads * op.dim;
+    if (SCAN) return read_scanned(step, row, gates[op.n + head]);
+    const float *query = row + head / group * op.k, *key = query + op.kv_heads * op.k;
     scale_to(query, 1.0f / sqrtf(square_sum(query, op.k) + NORM_EPS) / sqrtf((float)op.k), block.queries + step * op.k);
     scale_to(key, 1.0f / sqrtf(square_sum(key, op.k) + NORM_EPS), block.keys + step * op.k);
-    for (int64_t i = 0; i < op.dim; i += LANES) store(block.values + step * padded + i, load_up_to(value + i, op.dim - i));
+    read_value(step, row + 2 * op.kv_heads * op.k + head * op.dim);
     block.betas[step] = (float)sigmoid_of(gates[head]);
     block.decays[step] = (float)exp_of(op.key_scale[head] * softplus(gates[op.heads + head] + op.key_bias[head]));
+  }
+
+  void read_scanned(int64_t step, const float *row, float a) {
+    const float *key = row + op.heads * op.dim + head / group * op.k, *query = key + op.kv_heads * op.k;
+    double time = softplus(a + op.key_bias[head]);
+    if (time < op.factor) time = op.factor;
+    if (op.softcap && time > op.softcap) time = op.softcap;
+    memcpy(block.keys + step * op.k, key, op.k * sizeof(float)), memcpy(block.queries + step * op.k, query, op.k * sizeof(float));
+    read_value(step, row + head * op.dim);
+    block.betas[step] = (float)time, block.decays[step] = (float)exp_of(op.key_scale[head] * time);
   }
 
   void put_result(int64_t step, int64_t position) const {
     const float *result = block.results + step * padded, *z = gates_of(position) + head * op.dim;
     float *out = op.out + (row_of(position) * op.heads + head) * op.dim;
-    const float factor = op.scale ? 1.0f / sqrtf(square_sum(result, op.dim) / (float)op.dim + op.eps) : 1.0f;
+    const float *scale = SCAN ? nullptr : op.scale;
+    const float factor = scale ? 1.0f / sqrtf(square_sum(result, op.dim) / (float)op.dim + op.eps) : 1.0f;
     for (int64_t i = 0; i < op.dim; i += LANES) {
       Vec own = mul(load(result + i), splat(factor));
-      if (op.scale) own = mul(load_up_to(op.scale + i, op.dim - i), own);
+      if (scale) own = mul(load_up_to(scale + i, op.dim - i), own);
       store_up_to(out + i, mul(own, even_silu(load_up_to(z + i, op.dim - i))), op.dim - i);
     }
   }
@@ -309,7 +357,7 @@ struct Recurrence {
     block.count = to - from;
     for (int64_t step = 0; step < block.count; step++) pending ? read_update(step, from + step) : read_row(step, from + step);
     for_each_tile([&](int64_t column, int64_t width, float *tile) {
-      width == 1 ? run_tile<1>(block, pending, column, tile) : run_tile<TILE_COLUMNS>(block, pending, column, tile);
+      width == 1 ? run_tile<SCAN, 1>(block, pending, column, tile) : run_tile<SCAN, TILE_COLUMNS>(block, pending, column, tile);
     });
     for (int64_t step = 0; !pending && step < block.count; step++) {
       put_result(step, from + step);
@@ -349,10 +397,30 @@ static inline const float *state_of(const SpOp &op, const SpPass &pass, int64_t 
   return read ? read + item % op.heads * op.k * op.dim : nullptr;
 }
 
-// A work item of a stage is a head of a sequence.
-static void run_recur(const SpOp &op, const SpPass &pass, int64_t item, const WorkQueue &stage) {
+template <bool SCAN>
+static inline void run_head(const SpOp &op, const SpPass &pass, int64_t item, const WorkQueue &stage) {
   static thread_local List<float> memory;
-  Recurrence(op, pass, pass.segments[item / op.heads], item % op.heads, memory).run([&] { return state_of(op, pass, stage.next()); });
+  Recurrence<SCAN>(op, pass, pass.segments[item / op.heads], item % op.heads, memory).run([&] { return state_of(op, pass, stage.next()); });
+}
+
+// Norm a part of a row: the results of all heads that a key serves.
+static inline void norm_part(const SpOp &op, int64_t item) {
+  const int64_t n = (int64_t)op.heads / op.kv_heads * op.dim;
+  const float *scale = op.scale + item % op.kv_heads * n;
+  float *x = op.out + item * n;
+  const Vec factor = splat(1.0f / sqrtf(square_sum(x, n) / (float)n + op.eps));
+  for (int64_t i = 0; i < n; i += LANES) {
+    const int64_t left = n - i;
+    store_up_to(x + i, mul(load_up_to(scale + i, left), mul(load_up_to(x + i, left), factor)), left);
+  }
+}
+
+// Work items are the heads of sequences; then, if they share norms, the parts of rows.
+static inline void run_recur(const SpOp &op, const SpPass &pass, WorkQueue *stages) {
+  const int64_t items = pass.num_segments * op.heads;
+  if (!(op.flags & SP_SCAN)) return stages[0].run(items, [&](int64_t i) { run_head<false>(op, pass, i, stages[0]); });
+  stages[0].run(items, [&](int64_t i) { run_head<true>(op, pass, i, stages[0]); });
+  if (op.scale) stages[1].run(pass.rows * op.kv_heads, [&](int64_t i) { norm_part(op, i); });
 }
 
 }  // namespace SP_NAMESPACE

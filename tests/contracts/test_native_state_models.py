@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from random import Random
 
@@ -38,12 +39,14 @@ OTHERS = [(5 * i * i + i + 2) % 53 for i in range(90)]  # drafted tokens, most o
 
 
 def random_state(random: Random) -> State:
+    bias, conv_bias = random.random() < 0.5, random.random() < 0.5
     if random.random() < 0.3:
-        return State(random.choice([36, 50]), random.choice([1, 3]), bias=random.random() < 0.5)
+        return State(random.choice([36, 50]), random.choice([1, 3]), bias=bias, conv_bias=conv_bias)
     key_heads, key_dim, head_dim = random.choice([1, 2]), random.choice([4, 9]), random.choice([8, 20])
     heads = key_heads * random.choice([1, 3])
     width, norm = 2 * key_heads * key_dim + heads * head_dim, Norm(1e-6) if random.random() < 0.7 else None
-    return State(width, random.choice([2, 4]), heads, key_heads, key_dim, head_dim, norm, random.random() < 0.3)
+    conv, steps = random.choice([2, 4]), random.choice([None, (0.0, math.inf), (0.2, 1.0)])
+    return State(width, conv, heads, key_heads, key_dim, head_dim, norm, bias, conv_bias, steps)
 
 
 def describe(seed: int) -> DecoderConfig:

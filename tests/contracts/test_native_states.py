@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -30,7 +31,11 @@ LENGTH = 40
 
 def delta(heads: int, key_heads: int, key_dim: int, head_dim: int, conv: int = 4, normed: bool = True) -> State:
     width = 2 * key_heads * key_dim + heads * head_dim
-    return State(width, conv, heads, key_heads, key_dim, head_dim, Norm(EPS) if normed else None, bias=conv == 2)
+    return State(width, conv, heads, key_heads, key_dim, head_dim, Norm(EPS) if normed else None, conv_bias=conv == 2)
+
+
+def mamba(of: State, least: float = 0.0, most: float = math.inf) -> State:
+    return replace(of, steps=(least, most), conv_bias=True)
 
 
 KINDS = {
@@ -39,7 +44,11 @@ KINDS = {
     "wide": delta(2, 2, 16, 136, conv=3, normed=False),
     "usual": delta(2, 1, 128, 128),
     "short": State(37, 3),
-    "short, several parts": State(2050, 4, bias=True),
+    "short, several parts": State(2050, 4, conv_bias=True),
+    "mamba": mamba(delta(4, 1, 8, 8)),
+    "mamba, odd": mamba(delta(6, 2, 5, 19, conv=2), 0.3, 1.0),
+    "mamba, wide": mamba(delta(3, 3, 16, 136, conv=3, normed=False)),
+    "mamba, usual": mamba(delta(4, 1, 128, 64)),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -51,9 +60,10 @@ class Layer:
         self.of, self.shape = of, state_shape(of)
         heads = of.heads or None
         self.vectors = StateVectors(
-            random(of.conv, of.width, seed=seed + 1), random(of.width, seed=seed + 2) if of.bias else None,
+            random(of.conv, of.width, seed=seed + 1), random(of.width, seed=seed + 2) if of.conv_bias else None,
             heads and -random(heads, seed=seed + 3).exp(), heads and random(heads, seed=seed + 4),
-            PackedNorm(of.norm, 1 + random(of.head_dim, seed=seed + 5) / 4, None) if of.norm else None,
+            PackedNorm(of.norm, 1 + random(of.normed_size, seed=seed + 5) / 4, None) if of.norm else None,
+            heads and random(heads, seed=seed + 7) if of.steps else None,
         )  # fmt: skip
         self.rows = random(sequences, LENGTH, sum(of.projections.values()), seed=seed + 6)
         self.records = torch.full((records, self.shape.size), math.nan)
@@ -111,7 +121,7 @@ def whole(layer: Layer, kernels: Kernels, end: int = LENGTH, number: int = 0) ->
 def expected(layer: Layer, number: int = 0) -> tuple[Tensor, Tensor]:
     """Compute a sequence in float64, one row after the other, and return its results and its last state."""
     of, rows, vectors = layer.of, layer.rows[number].double(), layer.vectors
-    columns = rows[:, : of.width]
+    columns = rows[:, of.first_column :][:, : of.width]
     if not of.heads:
         before, after, columns = rows.chunk(3, dim=1)
         columns = before * columns
@@ -120,6 +130,8 @@ def expected(layer: Layer, number: int = 0) -> tuple[Tensor, Tensor]:
     convolved = convolved + (0 if vectors.conv_bias is None else vectors.conv_bias.double())
     if not of.heads:
         return after * convolved, columns.new_zeros(0)
+    if of.steps:
+        return scanned(layer, rows[:, : of.size], functional.silu(convolved), rows[:, -of.heads :])
     query, key, value = functional.silu(convolved).split((of.key_size, of.key_size, of.size), dim=1)
     z, b, a = rows[:, of.width :].split((of.size, of.heads, of.heads), dim=1)
     query, key = (
@@ -139,6 +151,29 @@ def expected(layer: Layer, number: int = 0) -> tuple[Tensor, Tensor]:
     if vectors.norm:
         result = result * (result.square().mean(-1, keepdim=True) + EPS).rsqrt() * vectors.norm.scale.double()
     return (result * functional.silu(z)).flatten(1), state.flatten()
+
+
+def scanned(layer: Layer, z: Tensor, convolved: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute Mamba 2 in float64 from gates, convolved rows and rates, and return its results and its last state."""
+    of, vectors = layer.of, layer.vectors
+    value, key, query = convolved.split((of.size, of.key_size, of.key_size), dim=1)
+    query, key = (
+        each.view(LENGTH, of.key_heads, of.key_dim).repeat_interleave(of.heads // of.key_heads, 1)
+        for each in (query, key)
+    )
+    value = value.view(LENGTH, of.heads, of.head_dim)
+    time = functional.softplus(a + vectors.rate_bias.double()).clamp(*of.steps)
+    state, results = value.new_zeros(of.heads, of.key_dim, of.head_dim), list[Tensor]()
+    for row in range(LENGTH):
+        state = state * (vectors.rates.double() * time[row]).exp()[:, None, None]
+        state = state + torch.einsum("hk,hv->hkv", key[row], time[row, :, None] * value[row])
+        results.append(torch.einsum("hkv,hk->hv", state, query[row]) + vectors.skip.double()[:, None] * value[row])
+    result = torch.stack(results).flatten(1) * functional.silu(z)
+    if vectors.norm:
+        parts = result.unflatten(1, (of.key_heads, -1))
+        result = (parts * (parts.square().mean(-1, keepdim=True) + EPS).rsqrt()).flatten(1)
+        result = result * vectors.norm.scale.double()
+    return result, state.flatten()
 
 
 @every_kind
@@ -257,7 +292,7 @@ def checked(layer: Layer, kernels: Kernels, ops: Sequence[Op], record: int, rows
     kernels.check((Op * len(ops))(*ops), Bounds(rows=rows, layers=2, groups=1, records=address(records)))
 
 
-@pytest.mark.parametrize("kind", ["odd", "short, several parts"])
+@pytest.mark.parametrize("kind", ["odd", "short, several parts", "mamba, odd"])
 def test_hostile_programs_are_refused(kind: str) -> None:
     layer, one = Layer(KINDS[kind]), on()
     source, columns, out = (torch.empty(4, width) for width in (layer.rows.shape[2], layer.of.width, layer.of.size))

@@ -205,6 +205,7 @@ class Flag(IntFlag):
     AHEAD = 128  # ATTEND: rows see later rows too
     FIXED = 256  # ATTEND: the windows of all rows of a sequence begin at one position
     SOURCE = 512  # ATTEND: rows see the positions of their sequence's source
+    SCAN = 1024  # RECUR: Mamba 2
 
 
 class Activation(IntEnum):

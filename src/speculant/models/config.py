@@ -573,12 +573,12 @@ def read_norm(hf: Mapping[str, Any], key: str = "rms_norm_eps", default: float =
     return Norm(number(hf, key, default, 1e-30, 1), **own)
 
 
-def read_mlp(hf: Mapping[str, Any], *, key: str = "hidden_act", **own: Any) -> Mlp:
-    """Read the feed-forward block; `own` has the other fields. key: that of the activation in config.json.
+def read_mlp(hf: Mapping[str, Any], *, key: str = "hidden_act", size: str = "intermediate_size", **own: Any) -> Mlp:
+    """Read the feed-forward block; `own` has the other fields. key, size: those of its activation and its width.
 
     Raises ModelError for an activation that is not implemented.
     """
-    return Mlp(count(hf, "intermediate_size"), activation=_read_activation(hf, key), **own)
+    return Mlp(count(hf, size), activation=_read_activation(hf, key), **own)
 
 
 def read_experts(hf: Mapping[str, Any], size: str = "intermediate_size", **own: Any) -> Experts:

@@ -484,15 +484,21 @@ class State:
 
         b, c, x = in_proj(input);  out_proj(c * conv(b * x))
 
-    With heads it is a gated delta rule (arXiv 2412.06464). Each of `key_heads` keys serves heads / key_heads
-    consecutive heads, whose state S is [key_dim, head_dim], in float32 or wider:
+    With heads it has a recurrence. Each of `key_heads` keys serves heads / key_heads consecutive heads. A head has a
+    state S [key_dim, head_dim], in float32 or wider. It is a gated delta rule (arXiv 2412.06464):
 
         q, k, v, z, b, a = the projections of the input;  q, k, v = silu(conv(q, k, v))
         q, k = q / |q| / sqrt(key_dim), k / |k|;  g = -exp(A_log) softplus(a + dt_bias)
         S = exp(g) S;  d = sigmoid(b) (v - S^T k);  S = S + k d^T;  out_proj(norm(S^T q) * silu(z))
 
-    conv: how many positions the convolution of each channel sees, its own included. norm: that of each head's result.
-    bias: the projections and the convolution have one.
+    With heads and `steps` it is Mamba 2 (arXiv 2405.21060), whose projections are one matrix:
+
+        z, v, k, q, a = in_proj(input);  v, k, q = silu(conv(v, k, q));  t = softplus(a + dt_bias), within `steps`
+        S = exp(-exp(A_log) t) S;  S = S + k (t v)^T;  out_proj(norm((S^T q + D v) * silu(z)))
+
+    conv: how many positions the convolution of each channel sees, its own included. norm: that of each head's result;
+    of Mamba 2, that of the results of all heads that a key serves. steps: the limits of t. bias: the projections have
+    one. conv_bias: the convolution has one.
     """
 
     width: int
@@ -503,12 +509,15 @@ class State:
     head_dim: int = 0
     norm: Norm | None = None
     bias: bool = False
+    conv_bias: bool = False
+    steps: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if self.heads and (self.heads % self.key_heads or self.width != 2 * self.key_size + self.size):
             raise ModelError(
                 f"config.json describes a state of {self.heads} heads for {self.key_heads} keys, not a multiple",
-                "check linear_num_value_heads and linear_num_key_heads in config.json.",
+                "check linear_num_value_heads and linear_num_key_heads, or mamba_n_heads and mamba_n_groups, in"
+                " config.json.",
             )
 
     @property
@@ -522,15 +531,27 @@ class State:
         return self.heads * self.head_dim if self.heads else self.width
 
     @property
+    def normed_size(self) -> int:
+        """How many scales the norm has."""
+        return self.head_dim if self.steps is None else self.size
+
+    @property
+    def first_column(self) -> int:
+        """The place of what the convolution reads in a row of all projections."""
+        return 0 if self.steps is None else self.size
+
+    @property
     def projections(self) -> dict[str, int]:
         """The widths of the projections of the input, by the names of their modules."""
         if not self.heads:
             return {"in_proj": 3 * self.width}
+        if self.steps is not None:
+            return {"in_proj": self.size + self.width + self.heads}
         return {"in_proj_qkv": self.width, "in_proj_z": self.size, "in_proj_b": self.heads, "in_proj_a": self.heads}
 
     @property
     def update_size(self) -> int:
-        """The numbers that change the state by one row: a key per key head, and a vector d and exp(g) per head."""
+        """The numbers that change the state by one row: a key per key head, and a vector d and a decay per head."""
         return self.key_size + self.heads * (self.head_dim + 1)
 
 

@@ -94,7 +94,7 @@ class Learned(NamedTuple):
 class StateInputs(NamedTuple):
     """What rows do to a state: keys and queries [..., n, heads, key_dim], values [..., n, heads, head_dim].
 
-    decay, rate [..., n, heads]: exp(g) and the sigmoid of b; see `State`.
+    decay, rate [..., n, heads]: exp(g) and the sigmoid of b, or the factor of S and t; see `State`.
     """
 
     key: Tensor
@@ -104,11 +104,12 @@ class StateInputs(NamedTuple):
     query: Tensor
 
 
-def change(state: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+def change(of: State, state: Tensor, row: StateInputs) -> tuple[Tensor, Tensor]:
     """Return a state [..., heads, key_dim, head_dim] after a row, and the row's vector d [..., heads, head_dim]."""
-    kept = state * decay[..., None, None]
-    added = (value - (kept * key[..., None]).sum(-2)) * rate[..., None]
-    return kept + key[..., None] * added[..., None, :], added
+    kept, key = state * row.decay[..., None, None], row.key[..., None]
+    known = 0 if of.steps else (kept * key).sum(-2)
+    added = (row.value - known) * row.rate[..., None]
+    return kept + key * added[..., None, :], added
 
 
 class Attend(Protocol):
@@ -147,11 +148,11 @@ class Recurrence(ABC):
 CHUNK = 64  # rows
 
 
-def change_by_rows(state: Tensor, rows: StateInputs) -> tuple[Tensor, Tensor]:
+def change_by_rows(of: State, state: Tensor, rows: StateInputs) -> tuple[Tensor, Tensor]:
     """Return a state [..., heads, key_dim, head_dim] after rows, and their results S^T q [..., n, heads, head_dim].
 
-    All rows at once, for training: their vectors d solve a triangular system (arXiv 2412.06464, section 3.3). The
-    results round otherwise than those of `change`.
+    All rows at once, for training: the vectors d of a delta rule solve a triangular system (arXiv 2412.06464, section
+    3.3). The results round otherwise than those of `change`.
     """
     key, value, query = (each.transpose(-3, -2) for each in (rows.key, rows.value, rows.query))  # [..., heads, n, dim]
     rate, slopes = rows.rate.mT[..., None], rows.decay.mT.clamp(min=torch.finfo(rows.decay.dtype).tiny).log()
@@ -159,10 +160,12 @@ def change_by_rows(state: Tensor, rows: StateInputs) -> tuple[Tensor, Tensor]:
     later = torch.ones(key.shape[-2], key.shape[-2], dtype=torch.bool, device=key.device).triu(1)
     kept = (sums[..., None] - sums[..., None, :]).masked_fill(later, -torch.inf).exp()  # of row j in row i
     since = sums.exp()[..., None]
-    system = (rate * kept * (key @ key.mT)).tril(-1)
-    added = torch.linalg.solve_triangular(
-        system, rate * (value - since * (key @ state)), upper=False, unitriangular=True
-    )
+    added = rate * value
+    if not of.steps:
+        system = (rate * kept * (key @ key.mT)).tril(-1)
+        added = torch.linalg.solve_triangular(
+            system, added - rate * since * (key @ state), upper=False, unitriangular=True
+        )
     results = since * (query @ state) + (kept * (query @ key.mT)) @ added
     state = since[..., -1:, :] * state + (key * kept[..., -1, :, None]).mT @ added
     return state, results.transpose(-3, -2)
@@ -182,7 +185,7 @@ class WholeTexts(Recurrence):
         state, results = rows.query.new_zeros(*batch, of.heads, of.key_dim, of.head_dim), list[Tensor]()
         for first in range(0, n, CHUNK):
             chunk = StateInputs(*(each.narrow(len(batch), first, min(CHUNK, n - first)) for each in rows))
-            state, result = change_by_rows(state, chunk)
+            state, result = change_by_rows(of, state, chunk)
             results.append(result)
         return torch.cat(results, len(batch))
 
@@ -307,13 +310,13 @@ def _recur_segment(of: State, records: Records, segment: Segment, rows: StateInp
         state = state * decay[:, None, None] + keys[..., None] * added.view(of.heads, 1, -1)
         keep(position + 1)
     for row, position in enumerate(range(segment.start, segment.end)):
-        key, value, decay, rate, query = (each[row].to(state.dtype) for each in rows)
-        state, added = change(state, key, value, decay, rate)
-        results.append((state * query[..., None]).sum(-2))
+        inputs = StateInputs(*(each[row].to(state.dtype) for each in rows))
+        state, added = change(of, state, inputs)
+        results.append((state * inputs.query[..., None]).sum(-2))
         if row >= own.certain:
             to = own.read if own.write == NO_RECORD else own.write
-            keys = key[:: of.heads // of.key_heads]
-            records.update(to, position).copy_(torch.cat((keys.flatten(), added.flatten(), decay)))
+            keys = inputs.key[:: of.heads // of.key_heads]
+            records.update(to, position).copy_(torch.cat((keys.flatten(), added.flatten(), inputs.decay)))
         keep(position + 1)
     return torch.stack(results).to(rows.value.dtype)
 
@@ -614,6 +617,13 @@ class NormLayer(nn.Module):
         wide = x if x.dtype == torch.float64 else x.float()
         return self._biased(reference.rms_norm(wide, scales.to(wide.dtype) + of.offset, of.eps).to(x.dtype))
 
+    def of_parts(self, x: Tensor, count: int) -> Tensor:
+        """Normalise each of `count` equal parts of x [..., dim], which has no bias, by its own root mean square."""
+        parts = x.view(*x.shape[:-1], count, -1)
+        ones = x.new_ones(parts.shape[-1])
+        normed = reference.rms_norm(parts, ones, self._norm.eps).flatten(-2)
+        return normed if self.weight is None else normed * self.weight.to(x.dtype)
+
     def _biased(self, x: Tensor) -> Tensor:
         return x if self.bias is None else x + self.bias
 
@@ -687,16 +697,19 @@ class LayerState(nn.Module):
         self._of, self._layer = of, layer
         for name, size in of.projections.items():
             self.add_module(name, nn.Linear(inputs, size, bias=of.bias))
-        self.conv1d = nn.Conv1d(of.width, of.width, of.conv, groups=of.width, bias=of.bias)
+        self.conv1d = nn.Conv1d(of.width, of.width, of.conv, groups=of.width, bias=of.conv_bias)
         self.out_proj = nn.Linear(of.size, hidden, bias=of.bias)
         if of.heads:
             self.A_log, self.dt_bias = nn.Parameter(torch.zeros(of.heads)), nn.Parameter(torch.zeros(of.heads))
-        self.norm = NormLayer(of.head_dim, of.norm) if of.norm else None
+        if of.heads and of.steps:
+            self.D = nn.Parameter(torch.ones(of.heads))
+        self.norm = NormLayer(of.normed_size, of.norm) if of.norm else None
 
     def forward(self, x: Tensor, states: Recurrence) -> Tensor:
         """Map x [..., n, inputs] to [..., n, hidden]."""
-        parts = [self.get_submodule(name)(x) for name in self._of.projections]
-        out: Tensor = self.out_proj(self._recur(states, *parts) if self._of.heads else self._convolved(states, *parts))
+        of, parts = self._of, [self.get_submodule(name)(x) for name in self._of.projections]
+        mix = self._convolved if not of.heads else self._scan if of.steps else self._recur
+        out: Tensor = self.out_proj(mix(states, *parts))
         return out
 
     def _convolved(self, states: Recurrence, parts: Tensor) -> Tensor:
@@ -710,16 +723,31 @@ class LayerState(nn.Module):
     def _recur(self, states: Recurrence, columns: Tensor, gate: Tensor, rate: Tensor, time: Tensor) -> Tensor:
         of, wide = self._of, torch.promote_types(columns.dtype, torch.float32)
         convolved = torch.nn.functional.silu(self._convolve(states, columns))
-        query, key, value = convolved.split_with_sizes((of.key_size, of.key_size, of.heads * of.head_dim), -1)
+        query, key, value = convolved.split_with_sizes((of.key_size, of.key_size, of.size), -1)
         query, key = (self._heads(unit(_of_heads(each, of.key_dim).to(wide))) for each in (query, key))
-        slope = torch.nn.functional.softplus(time.to(wide) + self.dt_bias.to(wide))
-        decay = (-self.A_log.to(wide).exp() * slope).exp()
-        values = _of_heads(value, of.head_dim).to(wide)
+        values, decay = _of_heads(value, of.head_dim).to(wide), self._decay(self._steps(time.to(wide)))
         rows = StateInputs(key, values, decay, rate.sigmoid().to(wide), query * of.key_dim**-0.5)
         result = states.recur(self._layer, of, rows).to(columns.dtype)
         normed = result if self.norm is None else self.norm(result)
         gates = torch.nn.functional.silu(_of_heads(gate, of.head_dim).to(wide))
         return (normed * gates).to(columns.dtype).flatten(-2)
+
+    def _scan(self, states: Recurrence, parts: Tensor) -> Tensor:
+        of, wide = self._of, torch.promote_types(parts.dtype, torch.float32)
+        gate, columns, time = parts.split_with_sizes((of.size, of.width, of.heads), -1)
+        convolved = torch.nn.functional.silu(self._convolve(states, columns)).to(wide)
+        value, key, query = convolved.split_with_sizes((of.size, of.key_size, of.key_size), -1)
+        query, key = (self._heads(_of_heads(each, of.key_dim)) for each in (query, key))
+        values, steps = _of_heads(value, of.head_dim), self._steps(time.to(wide)).clamp(*of.steps or ())
+        result = states.recur(self._layer, of, StateInputs(key, values, self._decay(steps), steps, query))
+        gated = (result + values * self.D[:, None].to(wide)).flatten(-2) * torch.nn.functional.silu(gate.to(wide))
+        return (gated if self.norm is None else self.norm.of_parts(gated, of.key_heads)).to(parts.dtype)
+
+    def _steps(self, time: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(time + self.dt_bias.to(time.dtype))
+
+    def _decay(self, steps: Tensor) -> Tensor:
+        return (-self.A_log.to(steps.dtype).exp() * steps).exp()
 
     def _heads(self, x: Tensor) -> Tensor:
         """Return queries or keys [..., key_heads, key_dim] for each head."""

@@ -289,11 +289,12 @@ def _state(of: State, hidden: int) -> Shapes:
     found: Shapes = {f"{name}.weight": (size, hidden) for name, size in of.projections.items()}
     found |= {"conv1d.weight": (of.width, 1, of.conv), "out_proj.weight": (hidden, of.size)}
     if of.bias:
-        found |= {f"{name}.bias": (size,) for name, size in (*of.projections.items(), ("conv1d", of.width))}
-        found["out_proj.bias"] = (hidden,)
-    if of.heads:
-        found |= {"A_log": (of.heads,), "dt_bias": (of.heads,)}
-    return found | (_norm("norm", of.norm, of.head_dim) if of.norm else {})
+        found |= {f"{name}.bias": (size,) for name, size in (*of.projections.items(), ("out_proj", hidden))}
+    if of.conv_bias:
+        found["conv1d.bias"] = (of.width,)
+    for name in ("A_log", "dt_bias", *([] if of.steps is None else ["D"])) if of.heads else ():
+        found[name] = (of.heads,)
+    return found | (_norm("norm", of.norm, of.normed_size) if of.norm else {})
 
 
 def _mlp(of: Mlp | Experts, hidden: int) -> Shapes:

@@ -16,6 +16,7 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.granitemoehybrid import modeling_granitemoehybrid
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.utils import logging
 
@@ -43,6 +44,29 @@ def _delta_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tens
     return torch.stack(out, 1).to(value.dtype), state
 
 
+def _scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor, dt_bias: Tensor,  # noqa: N803
+    dt_limit: tuple[float, float], return_final_states: bool, **_: Any,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute Mamba 2 token by token, in the type of `x`: transformers' own has float32 alone."""
+    B, C = (each.repeat_interleave(x.shape[2] // each.shape[2], 2) for each in (B, C))  # noqa: N806
+    dt = torch.nn.functional.softplus(dt + dt_bias).clamp(*dt_limit)
+    state, out = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1]), list[Tensor]()
+    for t in range(x.shape[1]):
+        state = state * (dt[:, t] * A).exp()[..., None, None]
+        state = state + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
+        out.append((state * C[:, t, :, None]).sum(-1) + D[:, None] * x[:, t])
+    result = torch.stack(out, 1).to(x.dtype)
+    return (result, state) if return_final_states else result
+
+
+def _norm_groups(own: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    """Compute a norm of Granite in its input's type: transformers' own has float32 alone."""
+    gated = x if gate is None else x * torch.nn.functional.silu(gate)
+    parts = gated.unflatten(-1, (-1, gated.shape[-1] if gate is None else own.group_size))
+    return own.weight * (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + own.variance_epsilon)).flatten(-2)
+
+
 def _norm(own: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
     """Compute a norm in its input's type: transformers' own has float32 alone."""
     eps = own.eps if gate is None else own.variance_epsilon
@@ -52,6 +76,7 @@ def _norm(own: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
 
 # Random weights enlarge errors of rounding in states, and transformers' rule for many tokens has larger ones.
 vars(modeling_qwen3_5)["torch_chunk_gated_delta_rule"] = _delta_rule
+vars(modeling_granitemoehybrid)["mamba2_chunk_scan"] = _scan
 
 
 def _widen(oracle: PreTrainedModel | None) -> None:
@@ -59,6 +84,8 @@ def _widen(oracle: PreTrainedModel | None) -> None:
     for module in () if oracle is None else oracle.modules():
         if isinstance(module, modeling_qwen3_5.Qwen3_5RMSNorm | modeling_qwen3_5.Qwen3_5RMSNormGated):
             module.forward = functools.partial(_norm, module)
+        if type(module).__name__ in ("GraniteMoeHybridRMSNorm", "GraniteMoeHybridRMSNormGated"):
+            module.forward = functools.partial(_norm_groups, module)
 
 
 NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
@@ -88,6 +115,9 @@ GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 12}
 DELTA = {
     "head_dim": 24, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+MAMBA = {
+    "num_local_experts": 0, "shared_intermediate_size": 48, "mamba_n_heads": 8, "mamba_d_state": 12, "pad_token_id": 0,
 }  # fmt: skip
 SHORT = {"block_auto_adjust_ff_dim": False, "pad_token_id": 0}
 GEMMA4 = {
@@ -122,7 +152,7 @@ MARIAN = {**BART, "activation_function": "swish", "scale_embedding": True}
 
 SOURCE = (7, 30, 2, 2, 51, 19, 44, 3, 60, 11, 7, 8, 9)  # what encoder-decoder models read if a test names nothing else
 ENCODER_DECODERS = tuple(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
-STATES = ("qwen3_5_text", "lfm2")  # some of their layers have a state in place of attention
+STATES = ("qwen3_5_text", "lfm2", "granitemoehybrid")  # some of their layers have a state in place of attention
 REPEATING = ("bart", "mbart", "marian")  # with random weights, the likeliest token is mostly the last one: tied tables
 
 # A family without an entry is tested in its default shape. transformers knows most model types, and is the oracle.
@@ -187,6 +217,21 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "block_multiple_of": 16,
         },
         "biases": {**SHORT, "layer_types": [FULL, CONV, CONV], "conv_bias": True, "conv_L_cache": 2},
+    },
+    "granitemoehybrid": {
+        "plain": {**MAMBA, **MULTIPLIED, "layer_types": [LINEAR, FULL, LINEAR]},
+        "groups": {
+            **MAMBA,
+            "layer_types": [FULL, LINEAR, LINEAR],
+            "mamba_n_groups": 2,
+            "mamba_d_conv": 3,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "time_step_limit": [0.3, 1.0],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        "rotated": {**MAMBA, "layer_types": [LINEAR, FULL, FULL], "position_embedding_type": "rope", "mamba_expand": 1},
     },
     "gemma2": {
         "plain": {**GEMMA, "sliding_window": 6},

@@ -26,13 +26,15 @@ GGUF = GgufFamily("granite", paired=True, neutral={"rope.scaling.finetuned": (Tr
 })  # fmt: skip
 
 
+def read_scales(hf: Mapping[str, Any]) -> dict[str, float]:
+    """Read the multipliers."""
+    keys = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    return {key: number(hf, key, 1.0, *POSITIVE) for key in keys}
+
+
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Granite config.json."""
-    bias, norm = flag(hf, "attention_bias"), read_norm(hf)
-    scales = {
-        key: number(hf, key, 1.0, *POSITIVE)
-        for key in ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-    }
+    bias, norm, scales = flag(hf, "attention_bias"), read_norm(hf), read_scales(hf)
     attention = read_attention(hf, bias=bias, output_bias=bias, scale=scales["attention_multiplier"])
     mlp = read_mlp(hf, bias=flag(hf, "mlp_bias"))
     layer = Layer(attention, mlp, norm, norm, residual_scale=scales["residual_multiplier"])

@@ -46,8 +46,8 @@ def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = filled(hf, tie_word_embeddings=tied, rope_theta=1e6)
     hf = filled(hf, tie_word_embeddings=True)
     norm, hidden = read_norm(hf, "norm_eps", 1e-5), count(hf, "hidden_size")
-    attention, mlp = read_attention(hf, qk_norm=norm), Mlp(_inner_size(hf))
-    state = State(hidden, count(hf, "conv_L_cache", 3, MOST_HEAD_DIM), bias=flag(hf, "conv_bias"))
+    attention, mlp, bias = read_attention(hf, qk_norm=norm), Mlp(_inner_size(hf)), flag(hf, "conv_bias")
+    state = State(hidden, count(hf, "conv_L_cache", 3, MOST_HEAD_DIM), bias=bias, conv_bias=bias)
     made = {FULL: Layer(attention, mlp, norm, norm), CONV: Layer(None, mlp, norm, norm, state=state)}
     full = whole_numbers(hf, "full_attn_idxs")
     kinds = read_layer_types(hf, lambda index: index in full or hf.get("full_attn_idxs") is None, CONV)

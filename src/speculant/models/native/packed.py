@@ -14,6 +14,7 @@ A pair is a row and one of its experts. The kernels select the pairs; csrc/exper
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -494,16 +495,18 @@ class StateVectors(NamedTuple):
     rates: Tensor | None
     rate_bias: Tensor | None
     norm: PackedNorm | None
+    skip: Tensor | None = None  # D
 
     @classmethod
     def read(cls, of: State, weights: WeightReader) -> StateVectors:
         """Read the vectors."""
         return cls(
             conv=weights.vector("conv1d.weight").view(of.width, of.conv).T.contiguous(),
-            conv_bias=weights.vector("conv1d.bias") if of.bias else None,
+            conv_bias=weights.vector("conv1d.bias") if of.conv_bias else None,
             rates=-weights.vector("A_log").double().exp().float() if of.heads else None,
             rate_bias=weights.vector("dt_bias") if of.heads else None,
-            norm=PackedNorm.read(of.norm, weights, "norm", of.head_dim) if of.norm else None,
+            norm=PackedNorm.read(of.norm, weights, "norm", of.normed_size) if of.norm else None,
+            skip=weights.vector("D") if of.heads and of.steps else None,
         )
 
 
@@ -519,17 +522,21 @@ def recurring(
         "n": of.width, "k": of.key_dim, "stride": source.stride(0),
     }  # fmt: skip
     convolving = partial(
-        make_op, Code.CONVOLVE, Type.F32, scale=vectors.conv, bias=vectors.conv_bias, source=source, **sizes
-    )
+        make_op, Code.CONVOLVE, Type.F32, scale=vectors.conv, bias=vectors.conv_bias,
+        source=source[:, of.first_column :], **sizes,
+    )  # fmt: skip
     if columns is None:
         yield convolving(out=out, flags=Flag.GATED)
         return
     yield convolving(out=columns, activation=Activation.SILU)
-    norm = vectors.norm
+    norm, own = vectors.norm, dict[str, Tensor | float | None]()
+    if of.steps:
+        least, most = of.steps
+        own = {"flags": Flag.SCAN, "bias": vectors.skip, "factor": least, "softcap": most if most < math.inf else None}
     yield make_op(
         Code.RECUR, Type.F32, key_scale=vectors.rates, key_bias=vectors.rate_bias, source=columns, out=out,
-        gates=source[:, of.width :], scale=norm.scale if norm else None, eps=norm.of.eps if norm else None,
-        **sizes,
+        gates=source if of.steps else source[:, of.width :], scale=norm.scale if norm else None,
+        eps=norm.of.eps if norm else None, **sizes, **own,
     )  # fmt: skip
 
 

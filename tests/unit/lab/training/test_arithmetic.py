@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,9 @@ def test_the_distillation_loss_is_divergence_and_variation(config: TrainingConfi
     torch.testing.assert_close(gradients(draft, loss), gradients(draft, expected))
 
 
+@pytest.mark.parametrize("steps", [None, (0.0, math.inf)], ids=["delta rule", "mamba 2"])
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 150])
-def test_states_of_whole_texts_are_those_of_row_after_row(length: int) -> None:
+def test_states_of_whole_texts_are_those_of_row_after_row(length: int, steps: tuple[float, float] | None) -> None:
     """In chunks, with the same gradients, also where a state is nearly forgotten."""
     generator = torch.Generator().manual_seed(length)
 
@@ -75,12 +77,13 @@ def test_states_of_whole_texts_are_those_of_row_after_row(length: int) -> None:
     inputs = [each.requires_grad_() for each in (random(8), random(6), slopes, random(), random(8))]
     key, value, decay, rate, query = inputs
     rows = StateInputs(key / key.norm(dim=-1, keepdim=True), value, decay.exp(), rate.sigmoid(), query)
+    of = State(88, 4, 4, 4, 8, 6, steps=steps)
     state, results = torch.zeros(2, 4, 8, 6, dtype=torch.float64), list[Tensor]()
     for row in range(length):
-        state, _ = change(state, *(each[:, row] for each in rows[:4]))
+        state, _ = change(of, state, StateInputs(*(each[:, row] for each in rows)))
         results.append((state * query[:, row, ..., None]).sum(-2))
     expected = torch.stack(results, 1)
-    found = CausalTexts().recur(0, State(88, 4, 4, 4, 8, 6), rows)
+    found = CausalTexts().recur(0, of, rows)
     torch.testing.assert_close(found, expected)
     weights = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
     pairs = (torch.autograd.grad((each * weights).sum(), inputs, retain_graph=True) for each in (found, expected))
