@@ -16,8 +16,9 @@ from speculant import LLM, SamplingParams
 from speculant.errors import CapacityError
 from speculant.kernels import usable_sets
 from tests.commands import json_of
+from tests.drafters import model_of
 from tests.exactness.identity import Job, params_of, prompts_of
-from tests.heads import write_with_head
+from tests.heads import write_mtp, write_with_head
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -75,11 +76,18 @@ def test_preempted_samples_and_prefixes_have_the_same_texts(target: str, engine:
 
 
 @native
-def test_a_chat_with_drafts_reads_as_few_tokens_as_without(target: str) -> None:
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("method", ["mtp", "eagle", "eagle3", "peagle", "dflash", "medusa", "modules"])
+def test_a_chat_with_drafts_reads_as_few_tokens_as_without(target: str, tmp_path: Path, method: str) -> None:
     """States are kept at the ends of turns, in whole blocks; the head knows its rows up to there, whatever the end."""
-    engine = {"max_model_len": 128, "block_size": 4, "kv_memory": "64MiB", **ENGINES["float32"]}
-    drafts: list[dict[str, Any]] = [{"use_speculative_decoding": False}, {"speculative_config": MTP}]
-    plain, drafted = (LLM(target, draft_quantization=None, **engine, **own) for own in drafts)
+    engine = {"max_model_len": 128, "block_size": 4, "kv_memory": "8MiB", **ENGINES["float32"]}
+    if method == "modules":
+        head: dict[str, Any] = {"draft_model": write_mtp(tmp_path, HIDDEN_SIZE, VOCAB_SIZE, num_layers=3, modules=2)}
+    else:
+        head = {} if method == "mtp" else {"draft_model": model_of(method, "", HIDDEN_SIZE, VOCAB_SIZE)}
+    config = {"method": "mtp" if method == "modules" else method, "num_speculative_tokens": 3}
+    plain = LLM(target, draft_quantization=None, use_speculative_decoding=False, **engine)
+    drafted = LLM(target, draft_quantization=None, speculative_config=config, **head, **engine)
 
     def chat(llm: LLM, length: int) -> tuple[list[int], list[int]]:
         text, cached = [length, *range(70, 90)], list[int]()
@@ -91,7 +99,9 @@ def test_a_chat_with_drafts_reads_as_few_tokens_as_without(target: str) -> None:
         return text, cached
 
     for length in range(9, 13):
-        assert chat(plain, length) == chat(drafted, length)
+        (text, known), (own, found) = chat(plain, length), chat(drafted, length)
+        assert own == text
+        assert found == known, length
 
 
 @native

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from speculant.cache import KVCache
+from speculant.drafting.base import DrafterContext
 from speculant.drafting.model.drafter import DraftModelRunner, ModelDrafter
 from speculant.drafting.topology import DynamicTree, TreeTopology
 from speculant.kernels import REFERENCE, Sampler
@@ -110,6 +112,14 @@ class HiddenStateRunner(DraftModelRunner):
     """
 
     takes_more = True  # whether a new sequence may take over rows of positions whose states it observes
+    whole_texts = False  # the target has states, and begins texts where others end
+
+    @override
+    @classmethod
+    def of(cls, context: DrafterContext, model: CausalLM, **own: Any) -> Self:
+        made, target = super().of(context, model, **own), context.target.model
+        made.whole_texts = target is not None and target.needs.most_nodes is not None
+        return made
 
     def __init__(
         self,
@@ -253,7 +263,7 @@ class HiddenStateRunner(DraftModelRunner):
 
 
 class HiddenDrafter(ModelDrafter):
-    """Drafts with the head of `runner`; layers: those whose states it reads. whole_texts: the target has states.
+    """Drafts with the head of `runner`; layers: those whose states it reads.
 
     Beam searches get no drafts. The length of a sequence is not bounded: see drafting/heads/page.py.
     """
@@ -267,10 +277,9 @@ class HiddenDrafter(ModelDrafter):
         vocab_size: int,
         sampler: Sampler = REFERENCE,
         topology: TreeTopology | DynamicTree | None = None,
-        whole_texts: bool = False,
     ) -> None:
         super().__init__(runner, vocab_size, sampler, topology)
-        self._whole_texts = whole_texts
+        self._modules: Sequence[HiddenStateRunner] = (runner,)
         self.needs = replace(self.needs, hidden_layers=tuple(layers), nodes_per_beam=None, max_positions=None)
 
     @override
@@ -283,11 +292,13 @@ class HiddenDrafter(ModelDrafter):
     @override
     def end(self, request: Request) -> None:
         """Let later requests know all rows, if the target can't begin between the ends of texts; see `match_prefix`."""
-        if self._whole_texts and self._runner.num_pending(request) and not request.num_drafted:
+        if self._runner.whole_texts and self._runner.num_pending(request) and not request.num_drafted:
             with torch.inference_mode():
                 super().catch_up([request])
-            self._runner.index(request)
-        super().end(request)
+            for module in self._modules:
+                module.index(request)
+        for module in self._modules:
+            module.end(request)
 
     @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:

@@ -234,18 +234,14 @@ class ChainedDrafter(HiddenDrafter):
         self, modules: Sequence[ModuleRunner], layers: Sequence[int], vocab_size: int, sampler: Sampler = REFERENCE
     ) -> None:
         super().__init__(modules[0], layers, vocab_size, sampler)
-        self._modules, self.caches = tuple(modules), tuple(module.cache for module in modules)
+        self._modules: Sequence[ModuleRunner] = tuple(modules)
+        self.caches = tuple(module.cache for module in modules)
         self.needs = replace(self.needs, max_nodes=len(modules), usual_nodes=len(modules))
 
     @override
     def begin(self, request: Request) -> None:
         for module in self._modules:
             module.begin(request)
-
-    @override
-    def end(self, request: Request) -> None:
-        for module in self._modules:
-            module.end(request)
 
     @override
     def match_prefix(self, request: Request) -> int:

@@ -139,8 +139,7 @@ def make_head_drafter(
     """Return the drafter of a head, with a cache of its own; see `HiddenDrafter`."""
     runner, topology = HiddenStateRunner.of(context, model, encode=encode), growing_tree_option(context, tree)
     of = require_target(context.target.model)
-    has_states = of.needs.most_nodes is not None
-    return HiddenDrafter(runner, layers, of.vocab_size, context.target.sampler, topology, has_states)
+    return HiddenDrafter(runner, layers, of.vocab_size, context.target.sampler, topology)
 
 
 def read_sizes(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> DecoderConfig:
