@@ -26,10 +26,19 @@ SMALL_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")  # of
 LARGE_BLOCKS = ("Q4_K", "Q5_K", "Q6_K")  # of 256
 DECODED = ("Q2_K", "Q3_K", "IQ4_XS", "TQ2_0")  # no kernel computes with these
 ZERO = "\u0100"  # the byte 0 in byte-level tokens
-PAIRED = ("llama", "mistral", "mixtral", "smollm3", "granite", "ministral3")  # in the files, but not in checkpoints
+PAIRED = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "smollm3",
+    "granite",
+    "granitemoehybrid",
+    "ministral3",
+)  # in the files, but not in checkpoints
 SHIFTED = ("gemma2", "gemma3_text", "qwen3_5_text")  # norms, to which 1 is added
 SQUEEZED = ("conv1d.weight", "conv.conv.weight")  # of dimensions of 1
-FLOAT = re.compile("ffn_gate_inp|ssm_conv1d|shortconv.conv")  # matrices that are not rounded
+FLOAT = re.compile(r"ffn_gate_inp|ssm_conv1d|shortconv.conv|ssm_[ad]$|ssm_norm")  # matrices that are not rounded
+COLUMNS = ("mamba.A_log", "mamba.D")  # vectors that are a column of a matrix in files
 EXPERT = re.compile(r"experts\.[0-9]+\.")  # whose tensors are stacked
 _SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_XS": (0,), "TQ2_0": (64,)}  # places in a block, in float16
 
@@ -91,8 +100,31 @@ def stored_names(names: Iterable[str], family: str) -> dict[str, list[str]]:
     return found
 
 
+def divided(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of Granite 4 with gate and up apart, under the usual names; others as they are."""
+    found = dict[str, torch.Tensor]()
+    for name, tensor in tensors.items():
+        if "shared_mlp.input_linear" in name:
+            for part, own in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                found[name.replace("shared_mlp.input_linear", f"mlp.{part}_proj")] = own
+        else:
+            found[name.replace("shared_mlp.output_linear", "mlp.down_proj")] = tensor
+    return found
+
+
+def _joined(tensors: Mapping[str, torch.Tensor], stored: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return tensors under a checkpoint's names, from those of `divided`."""
+    found = dict[str, torch.Tensor]()
+    for name in stored:
+        usual = name.replace("shared_mlp.output_linear", "mlp.down_proj")
+        parts = [name.replace("shared_mlp.input_linear", f"mlp.{part}_proj") for part in ("gate", "up")]
+        found[name] = tensors[usual] if parts[0] == name else torch.cat([tensors[part] for part in parts])
+    return found
+
+
 def converted(tensors: Mapping[str, torch.Tensor], family: str, of: DecoderConfig) -> dict[str, torch.Tensor]:
     """Return a checkpoint's tensors as the file has them."""
+    tensors = divided(tensors)
     return {
         stored: torch.stack(parts) if len(parts) > 1 else parts[0]
         for stored, own in stored_names(tensors, family).items()
@@ -104,6 +136,9 @@ def _stored(name: str, tensor: torch.Tensor, family: str, of: DecoderConfig) -> 
     if _is_shifted(name, family):
         return tensor + 1
     tensor = -tensor.exp() if name.endswith("A_log") else tensor
+    tensor = tensor[:, None] if name.endswith(COLUMNS) else tensor
+    if name.endswith("mamba.norm.weight"):
+        tensor = tensor.view(next(each.key_heads for each in of.states if each), -1)
     tensor = tensor.squeeze(1) if name.endswith(SQUEEZED) else tensor
     moved = _moved(name, tensor.shape, family, of)
     tensor = tensor if moved is None else tensor.index_select(*moved)
@@ -115,6 +150,7 @@ def loaded(name: str, tensor: torch.Tensor, family: str, of: DecoderConfig) -> t
     if _is_shifted(name, family):
         return tensor - 1
     tensor = tensor.T if _is_turned(name, family) else tensor
+    tensor = tensor.flatten() if name.endswith((*COLUMNS, "mamba.norm.weight")) else tensor
     moved = _moved(name, tensor.shape, family, of)
     tensor = tensor if moved is None else torch.empty_like(tensor).index_copy_(*moved, tensor)
     tensor = tensor.unsqueeze(1) if name.endswith(SQUEEZED) else tensor
@@ -165,7 +201,8 @@ def decoded(path: Path, folder: Path | str, out: Path) -> Path:
     shutil.copytree(folder, out)
     config = json.loads((out / "config.json").read_text())
     family, of = config["model_type"], CheckpointFiles.open(Path(folder)).decoder
-    names = stored_names(load_file(out / "model.safetensors"), family)
+    checkpoint = load_file(out / "model.safetensors")
+    names = stored_names(divided(checkpoint), family)
     tensors: dict[str, torch.Tensor] = {}
     first, _, rest = path.name.partition("-00001-of-")
     for part in sorted(path.parent.glob(f"{first}-*-of-{rest}")) if rest else [path]:
@@ -175,6 +212,7 @@ def decoded(path: Path, folder: Path | str, out: Path) -> Path:
             own = names.get(each.name, [])  # factors of rotary positions are in config.json
             for name, one in zip(own, [values] if len(own) == 1 else values, strict=True):
                 tensors[name] = loaded(name, one, family, of)
+    tensors = _joined(tensors, checkpoint)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "model.safetensors")
     return out
 

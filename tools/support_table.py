@@ -91,7 +91,9 @@ def parts_of_layer(layer: Layer) -> Iterator[str]:
     """Yield the names of a layer's parts."""
     of = layer.attention
     if of is None:
-        yield "gated delta rule" if layer.state and layer.state.heads else "short convolutions"
+        state = layer.state
+        assert state
+        yield "short convolutions" if not state.heads else "Mamba 2" if state.steps else "gated delta rule"
         return
     found = {
         "sliding windows": of.window,

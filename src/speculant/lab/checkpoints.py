@@ -19,6 +19,7 @@ from speculant.models import (
     Columns,
     DecoderConfig,
     Expression,
+    Flattened,
     LogOfNegative,
     Plus,
     RowOperation,
@@ -162,6 +163,8 @@ def _place(made: Expression, shape: Shape, stored: Tensor) -> _Place:
             return of._replace(view=view.t(), dim=view.ndim - 1 - dim)
         case Unsqueezed():
             return of._replace(view=view.unsqueeze(1) if view.ndim == 2 else view)
+        case Flattened():
+            return of._replace(view=view.view(-1))
         case LogOfNegative():
             return of._replace(undo=lambda part: undo(-part.exp()))
     assert isinstance(made, Plus)

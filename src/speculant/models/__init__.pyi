@@ -70,6 +70,7 @@ from .description import (
     Encoder as Encoder,
     Experts as Experts,
     Expression as Expression,
+    Flattened as Flattened,
     Head as Head,
     Layer as Layer,
     LogOfNegative as LogOfNegative,

@@ -149,6 +149,17 @@ class Unsqueezed(Operation):
 
 
 @dataclass(frozen=True)
+class Flattened(Operation):
+    """The numbers of a stored matrix of `width` columns, as one vector."""
+
+    width: int
+
+    @override
+    def stored_shape(self, shape: Shape) -> Shape:
+        return (shape[0] // self.width, self.width)
+
+
+@dataclass(frozen=True)
 class LogOfNegative(Operation):
     """log(-x) of a stored tensor x, whose numbers are below 0."""
 

@@ -109,11 +109,11 @@ class TokenId:
 
 @dataclass(frozen=True)
 class HasTensor:
-    """No metadata entry: `yes` if the file has a tensor of this name, else `no`."""
+    """No metadata entry: `yes` if the file has a tensor whose name ends with this, else `no`."""
 
     name: str
-    yes: str
-    no: str
+    yes: str | bool
+    no: str | bool
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,8 @@ class GgufFamily:
 
     config: other keys that `read_config` reads, each with its metadata entry, or a function of the config so far; "a.b"
     is the key b of the object a. neutral: entries that `read_config` does not read, and that change the arithmetic
-    unless they have one of these values.
+    unless they have one of these values. stateless: the family whose files hold models of this one that have no state;
+    None = this one.
     """
 
     architecture: str
@@ -184,6 +185,11 @@ class GgufFamily:
     tensors: TensorMap | Callable[[DecoderConfig], TensorMap] = SAME_NAMES
     config: Mapping[str, Wanted] = field(default_factory=dict)
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    stateless: GgufFamily | None = None
+
+    def of(self, decoder: DecoderConfig) -> GgufFamily:
+        """Return the family whose files hold a model."""
+        return self.stateless if self.stateless and not decoder.states else self
 
     @property
     def stored_norm_eps(self) -> str:
@@ -507,7 +513,7 @@ class _Facts:
         if isinstance(wanted, TokenId):
             return self.token(wanted.key, config["vocab_size"])
         if isinstance(wanted, HasTensor):
-            return wanted.yes if wanted.name in self.file.tensors else wanted.no
+            return wanted.yes if any(name.endswith(wanted.name) for name in self.file.tensors) else wanted.no
         if isinstance(wanted, LayerFlags):
             return self.types(wanted, config)
         if not isinstance(wanted, Number | Truth):

@@ -219,7 +219,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "biases": {**SHORT, "layer_types": [FULL, CONV, CONV], "conv_bias": True, "conv_L_cache": 2},
     },
     "granitemoehybrid": {
-        "plain": {**MAMBA, **MULTIPLIED, "layer_types": [LINEAR, FULL, LINEAR]},
+        "plain": {
+            **MAMBA,
+            **MULTIPLIED,
+            "residual_multiplier": 1.5,
+            "layer_types": [LINEAR, FULL, LINEAR],
+            "tie_word_embeddings": True,
+        },
         "groups": {
             **MAMBA,
             "layer_types": [FULL, LINEAR, LINEAR],
@@ -229,7 +235,6 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "mamba_conv_bias": False,
             "time_step_limit": [0.3, 1.0],
             "attention_bias": True,
-            "tie_word_embeddings": True,
         },
         "rotated": {**MAMBA, "layer_types": [LINEAR, FULL, FULL], "position_embedding_type": "rope", "mamba_expand": 1},
     },

@@ -39,6 +39,7 @@ from tests.unit.models.families import (
     EXPERTS,
     FULL,
     LINEAR,
+    MAMBA,
     MULTIPLIED,
     PADDED,
     SCALED,
@@ -111,6 +112,20 @@ STORED: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {**PADDED, **MULTIPLIED},
         "tied": {**PADDED, **MULTIPLIED, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     },
+    "granitemoehybrid": {
+        "plain": VARIANTS["granitemoehybrid"]["plain"],
+        "groups": {
+            **MAMBA,
+            "layer_types": [FULL, LINEAR, LINEAR],
+            "mamba_n_groups": 2,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+        "rotated": VARIANTS["granitemoehybrid"]["rotated"],
+        "dense": {**MAMBA, **MULTIPLIED, "layer_types": [FULL] * 3, "position_embedding_type": "rope"},
+    },
     "cohere": {"plain": {**PADDED, "logit_scale": 0.7}, "one key": {**PADDED, "num_key_value_heads": 1}},
     "olmo2": {"plain": {}, "tied": {"num_key_value_heads": 4, "tie_word_embeddings": True}},
     "olmo3": {
@@ -174,6 +189,7 @@ WIDE_OWN: dict[str, dict[str, Any]] = {
     **{family: {"d_kv": 64, "d_ff": 256, "num_layers": 2} for family in ("t5", "umt5")},
     "gpt2": {"intermediate_size": 1024},
     "lfm2": {"layer_types": [CONV, FULL]},
+    "granitemoehybrid": {"layer_types": [LINEAR, FULL], "shared_intermediate_size": 256},
     "qwen3_5_text": {"linear_value_head_dim": 64, "full_attention_interval": 2},
 }
 UNCHECKED = {"attention.temperature_scale": (1e-40,), "rope.scaling.original_context_length": (1e-40, 1e39)}
@@ -368,6 +384,13 @@ def test_heads_behind_the_layers_are_left_unread(files: Files, tmp_path: Path) -
         ("lfm2", {"attention.head_count_kv": [0, [2], 0]}, "head_count_kv"),
         ("lfm2", {"attention.head_count_kv": [0, 0, -2]}, "head_count_kv"),
         ("lfm2", {"shortconv.l_cache": 2**30}, "conv_L_cache"),
+        ("granitemoehybrid", {"ssm.group_count": 3}, "8 heads for 3 keys"),
+        ("granitemoehybrid", {"ssm.inner_size": 7}, "mamba_expand = 0"),
+        ("granitemoehybrid", {"ssm.inner_size": 72}, "8 heads of 9 in states of 64"),
+        ("granitemoehybrid", {"ssm.state_size": 2**40}, "ssm.state_size"),
+        ("granitemoehybrid", {"ssm.time_step_rank": None}, "no metadata entry granitehybrid.ssm.time_step_rank"),
+        ("granitemoehybrid", {"attention.head_count_kv": [2, 2, 0, 0]}, "not 0 or the same number for each of 3"),
+        ("granitemoehybrid", {"rope.scaling.finetuned": 1}, "finetuned = 1, not true or false"),
     ],
     ids=str,
 )
@@ -385,6 +408,10 @@ def test_sizes_of_states_are_checked(files: Files, family: str, entries: dict[st
         ("qwen3_5_text", {"qwen35.ssm.time_step_rank": 2}, "ssm_a is"),
         ("lfm2", {"lfm2.shortconv.l_cache": 4}, r"shortconv\.conv\.weight is \[32, 3\]"),
         ("lfm2", {"lfm2.attention.head_count_kv": 2}, "missing"),
+        ("granitemoehybrid", {"granitehybrid.ssm.conv_kernel": 3}, r"ssm_conv1d\.weight is \[88, 4\]"),
+        ("granitemoehybrid", {"granitehybrid.ssm.state_size": 8}, r"ssm_in\.weight is \[160, 32\]"),
+        ("granitemoehybrid", {"granitehybrid.ssm.time_step_rank": 4}, r"ssm_in\.weight is \[160, 32\]"),
+        ("granitemoehybrid", {"granitehybrid.attention.head_count_kv": 2}, "missing"),
     ],
     ids=str,
 )
@@ -396,12 +423,13 @@ def test_states_of_other_sizes_are_refused(
         load_model(str(path), kernels="reference")
 
 
-def test_a_state_that_would_grow_is_refused(files: Files, tmp_path: Path) -> None:
-    path = convert(files["qwen3_5_text", "plain"][0].folder, tmp_path / "model.gguf")
-    place, content = GgufFile.open(path).tensors["blk.1.ssm_a"], bytearray(path.read_bytes())
+@pytest.mark.parametrize(("family", "layer"), [("qwen3_5_text", 1), ("granitemoehybrid", 2)])
+def test_a_state_that_would_grow_is_refused(files: Files, tmp_path: Path, family: str, layer: int) -> None:
+    path = convert(files[family, "plain"][0].folder, tmp_path / "model.gguf")
+    place, content = GgufFile.open(path).tensors[f"blk.{layer}.ssm_a"], bytearray(path.read_bytes())
     content[place.offset : place.offset + 4] = np.float32(0.5).tobytes()
     path.write_bytes(content)
-    with pytest.raises(ModelError, match=r"blk\.1\.ssm_a has numbers above 0"):
+    with pytest.raises(ModelError, match=rf"blk\.{layer}\.ssm_a has numbers above 0"):
         load_model(str(path), kernels="reference")
 
 

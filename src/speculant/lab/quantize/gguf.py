@@ -87,7 +87,7 @@ _ROLES = {  # names in the model by names in the file; attn_qkv has a type betwe
 }
 _PLAIN = (
     *("ffn_gate_inp", "position_embd", "per_layer_token_embd", "attn_rel_b"),
-    *("ssm_conv1d", "ssm_alpha", "ssm_beta", "conv"),
+    *("ssm_conv1d", "ssm_alpha", "ssm_beta", "ssm_norm", "conv"),
 )  # matrices that are not rounded
 _OWN = (
     "GGUF.",
@@ -144,7 +144,7 @@ def read_folder(folder: Path) -> GgufModel:
     stored = {stored_name(decoder.tensors.expression(own)): len(shape) for own, shape in tensor_shapes(decoder).items()}
     if files.tensors.quantised_kinds() or any(len(files.tensors.shape(each)) > own for each, own in stored.items()):
         raise ModelError(f"{folder} has weights that are quantised or stacked", "use the checkpoint it was made from.")
-    tensors = _stored(files, known[name])
+    tensors = _stored(files, known[name].of(decoder))
     if decoder.encoder is not None and decoder.head.scale == 1:  # readers scale the logits of a file without a head
         tensors.setdefault("output.weight", tensors["token_embd.weight"])
     rope = {
@@ -246,7 +246,7 @@ def write_gguf(
 def _kind(name: str, tensor: StoredTensor, type_: str, backend: RoundsWeights) -> GGMLQuantizationType:
     """Return the kind of a tensor: that of its role, or float32 for vectors and matrices that are not rounded."""
     part = name.split(".")[-2]
-    if len(tensor.shape) < 2 or part in _PLAIN:
+    if len(tensor.shape) < 2 or part in _PLAIN or not name.endswith(".weight"):
         return GGMLQuantizationType.F32
     kind = GGMLQuantizationType[backend.rounded_kind(type_, _ROLES.get(part, part), tensor.shape[-1])]
     divides = tensor.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0
@@ -273,7 +273,7 @@ def _typed(value: Any) -> Entry:
 def model_entries(folder: Path, config: Config, decoder: DecoderConfig) -> Entries:
     """Return the metadata of a folder's model, except for its tokenizer and its sampling."""
     name, known = config["model_type"], gguf_families()
-    architecture = known[name].architecture
+    architecture = known[name].of(decoder).architecture
     made = _encoder_decoder_entries if decoder.encoder else _decoder_entries
     own = made({**_DEFAULTS.get(name, {}), **config}, decoder)
     for family in known.values():

@@ -27,14 +27,61 @@ from speculant.models.config import (
     read_rope,
     show,
 )
-from speculant.models.description import DecoderConfig, Layer, Rows, State, TensorMap, map_modules
-from speculant.models.families.granite import read_scales
+from speculant.models.description import (
+    DecoderConfig,
+    Expression,
+    Flattened,
+    Layer,
+    LogOfNegative,
+    Rows,
+    State,
+    TensorMap,
+    Unsqueezed,
+    map_modules,
+)
+from speculant.models.families.granite import GGUF as GRANITE, read_scales
+from speculant.models.gguf import BLOCK, GATE, PARTS, UP, Count, GgufFamily, HasTensor, Truth, of_state
 from speculant.models.sizes import LAYER, STATE
 
 _OLD_TYPES = {"mamba": LINEAR, "attention": FULL}  # names of layer types in the published files
 _INFINITY = {"__float__": "Infinity"}  # in JSON that transformers writes
 MAMBA = map_modules(LAYER, LAYER, {f"{STATE}{name}": f"mamba.{name}" for name in ("in_proj", "conv1d", "out_proj")})
 VECTORS = ("A_log", "D", "dt_bias", "norm.weight")
+GATE_AND_UP = map_modules(LAYER, BLOCK, {name: PARTS[name] for name in (GATE, UP)})  # which checkpoints fuse
+
+
+def _gguf_tensors(decoder: DecoderConfig) -> TensorMap:
+    """Return where GGUF files hold what other families lack."""
+    of = next(filter(None, decoder.states), None)
+    if of is None:
+        return GATE_AND_UP
+    own: dict[str, Expression] = {
+        "A_log": LogOfNegative(Flattened(f"{BLOCK}ssm_a", 1)),
+        "D": Flattened(f"{BLOCK}ssm_d", 1),
+        "dt_bias": f"{BLOCK}ssm_dt.bias",
+        "norm.weight": Flattened(f"{BLOCK}ssm_norm.weight", of.size // of.key_heads),
+    }
+    modules: dict[str, Expression] = {"in_proj": "ssm_in", "conv1d": Unsqueezed("ssm_conv1d"), "out_proj": "ssm_out"}
+    mapped = map_modules(LAYER + STATE, BLOCK, modules).names
+    return TensorMap((*GATE_AND_UP.names, *mapped, *((f"{LAYER}{STATE}{name}", made) for name, made in own.items())))
+
+
+DENSE = replace(GRANITE, tensors=GATE_AND_UP)
+GGUF = GgufFamily("granitehybrid", paired=True, keyless=LINEAR, tensors=_gguf_tensors, stateless=DENSE, config={
+    **GRANITE.config,
+    "shared_intermediate_size": Count("expert_shared_feed_forward_length", "feed_forward_length"),
+    "num_local_experts": lambda _: 0,
+    "rotates": Truth("rope.scaling.finetuned", True, lambda decoder: decoder.attention.rope is not None),
+    "position_embedding_type": lambda config: "rope" if config["rotates"] else None,
+    "mamba_d_conv": Count("ssm.conv_kernel", of=of_state("conv")),
+    "mamba_d_state": Count("ssm.state_size", of=of_state("key_dim")),
+    "mamba_n_groups": Count("ssm.group_count", of=of_state("key_heads")),
+    "mamba_n_heads": Count("ssm.time_step_rank", of=of_state("heads")),
+    "mamba_inner_size": Count("ssm.inner_size", of=of_state("size")),
+    "mamba_d_head": lambda config: config["mamba_inner_size"] // config["mamba_n_heads"],
+    "mamba_expand": lambda config: config["mamba_inner_size"] // config["hidden_size"],
+    "mamba_conv_bias": HasTensor("ssm_conv1d.bias", yes=True, no=False),
+})  # fmt: skip
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -46,9 +93,9 @@ def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     attention = read_attention(hf, rope=rope, bias=bias, output_bias=bias, scale=scales["attention_multiplier"])
     mlp = read_mlp(filled(hf, shared_intermediate_size=1024), size="shared_intermediate_size")
     kinds = read_layer_types({**hf, "layer_types": _types(hf)}, lambda _: False, LINEAR)
-
     made = {FULL: Layer(attention, mlp, norm, norm, residual_scale=scales["residual_multiplier"])}
     if LINEAR in kinds:
+        _check_silu(mlp.activation)
         made[LINEAR] = replace(made[FULL], attention=None, state=read_mamba(hf))
     return read_decoder(
         hf, layers_of(kinds, made.__getitem__), _tensors(mlp.size), norm,
@@ -56,13 +103,20 @@ def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     )  # fmt: skip
 
 
+def _check_silu(activation: str) -> None:
+    """Raise ModelError for another activation: that of feed-forward blocks is that of convolutions, too."""
+    if activation != "silu":
+        raise ModelError(
+            f"config.json asks for hidden_act={activation} in layers with a state; only silu is implemented",
+            "use a checkpoint of one of the published models.",
+        )
+
+
 def read_mamba(hf: Mapping[str, Any]) -> State:
     """Read the sizes of Mamba 2."""
     heads, groups = count(hf, "mamba_n_heads", 128), count(hf, "mamba_n_groups", 1)
-    state, size = (
-        count(hf, "mamba_d_state", 256, MOST_HEAD_DIM),
-        count(hf, "hidden_size") * count(hf, "mamba_expand", 2),
-    )
+    size = count(hf, "hidden_size") * count(hf, "mamba_expand", 2)
+    state = count(hf, "mamba_d_state", 256, MOST_HEAD_DIM)
     given = None if hf.get("mamba_d_head") == "auto" else hf.get("mamba_d_head")
     head_dim = count({"mamba_d_head": given}, "mamba_d_head", max(1, size // heads), MOST_HEAD_DIM)
     if heads * head_dim != size:
@@ -89,7 +143,7 @@ def _steps(hf: Mapping[str, Any]) -> tuple[float, float]:
 def _types(hf: Mapping[str, Any]) -> Any:
     """Return the layer types by their names here."""
     given = hf.get("layer_types")
-    return [_OLD_TYPES.get(kind, kind) for kind in given] if isinstance(given, list) else given
+    return [_OLD_TYPES.get(str(kind), kind) for kind in given] if isinstance(given, list) else given
 
 
 def _tensors(size: int) -> TensorMap:

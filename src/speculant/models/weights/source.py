@@ -35,6 +35,7 @@ from speculant.models.description import (
     SAME_NAMES,
     Columns,
     Expression,
+    Flattened,
     LogOfNegative,
     Operation,
     Picked,
@@ -562,4 +563,6 @@ def _computed(made: Operation, tensor: Tensor) -> Tensor:
             return (-tensor.double()).log().float()
         case Unsqueezed():
             return tensor.unsqueeze(1) if tensor.ndim == 2 else tensor
+        case Flattened():
+            return tensor.flatten()
     return tensor.t().contiguous()

@@ -48,6 +48,7 @@ HYBRID = [layers_of(*kinds) for other in ("conv", "linear_attention") for kinds 
 # Legal values of entries, beside an absent one. A value may be a function of the other entries.
 GROUPS: list[tuple[str, list[Any]]] = [
     ("vocab_size hidden_size n_embd d_model intermediate_size n_inner d_ff moe_intermediate_size", [64]),
+    ("shared_intermediate_size", [64]),
     ("num_hidden_layers n_layer num_layers num_decoder_layers", [1, 2, 4]),
     ("num_attention_heads n_head num_heads", [2, 8]),
     ("num_key_value_heads", [1, 4, None]),
@@ -56,14 +57,20 @@ GROUPS: list[tuple[str, list[Any]]] = [
     ("rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon norm_eps", [1e-3]),
     ("tie_word_embeddings attention_bias mlp_bias use_bias scale_decoder_outputs norm_topk_prob", FLAG),
     ("use_parallel_residual scale_attn_weights is_gated_act use_sliding_window", FLAG),
-    ("tie_embedding conv_bias block_auto_adjust_ff_dim", FLAG),
+    ("tie_embedding conv_bias block_auto_adjust_ff_dim mamba_conv_bias mamba_proj_bias", FLAG),
     ("block_ff_dim block_multiple_of", [96]),
     ("block_ffn_dim_multiplier", [1.5]),
     ("full_attention_interval", [1, 2, 3]),
     ("full_attn_idxs", [[0], [1, 2]]),
     ("linear_num_key_heads linear_num_value_heads", [1, 4, 6]),
     ("linear_key_head_dim linear_value_head_dim", [4, 16]),
-    ("linear_conv_kernel_dim conv_L_cache", [2, 5]),
+    ("linear_conv_kernel_dim conv_L_cache mamba_d_conv", [2, 5]),
+    ("mamba_n_heads mamba_n_groups", [1, 2, 4]),
+    ("mamba_d_state", [4, 16]),
+    ("mamba_d_head", ["auto", 4, 8]),
+    ("mamba_expand", [1, 2, 3]),
+    ("time_step_limit", [None, [0.1, 1.0]]),
+    ("position_embedding_type", ["rope", "nope"]),
     ("hidden_act hidden_activation activation_function dense_act_fn", ["silu", "gelu", "gelu_pytorch_tanh", "relu"]),
     ("feed_forward_proj", ["relu", "gelu", "gated-gelu", "gated-silu"]),
     ("sliding_window", [None, 5]),
@@ -303,6 +310,11 @@ REFUSED: dict[str, set[str]] = {  # what GGUF has no key for
     "gpt2": {"activation_function", "scale_attn_weights"},
     "qwen3_5_text": {"hidden_act", *ROPE},
     "lfm2": {"conv_bias", *ROPE},
+    "granitemoehybrid": {
+        "mamba_proj_bias",
+        "time_step_limit",
+        "model_type",
+    },  # Granite's files have no unrotated layers
     "t5": T5,
     "umt5": {*T5, "model_type"},  # with one layer in the decoder, a file is one of T5
 }
