@@ -39,6 +39,7 @@ SHIFTED = ("gemma2", "gemma3_text", "qwen3_5_text")  # norms, to which 1 is adde
 SQUEEZED = ("conv1d.weight", "conv.conv.weight")  # of dimensions of 1
 FLOAT = re.compile(r"ffn_gate_inp|ssm_conv1d|shortconv.conv|ssm_[ad]$|ssm_norm")  # matrices that are not rounded
 COLUMNS = ("mamba.A_log", "mamba.D")  # vectors that are a column of a matrix in files
+OF_HEAD = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
 EXPERT = re.compile(r"experts\.[0-9]+\.")  # whose tensors are stacked
 _SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "IQ4_XS": (0,), "TQ2_0": (64,)}  # places in a block, in float16
 
@@ -61,10 +62,11 @@ def convert(
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text())
     decoder = CheckpointFiles.open(folder).decoder
-    tensors = load_file(folder / "model.safetensors")
+    tensors = behind(load_file(folder / "model.safetensors"), decoder.num_layers)
+    heads = sum("eh_proj" in name for name in tensors)
     split = -(-len(tensors) // parts) if parts > 1 else 0
     writer = GGUFWriter(path, "", split_max_tensors=split)
-    entries = {**model_entries(folder, config, decoder), **_tokenizer(folder, config), **(metadata or {})}
+    entries = {**model_entries(folder, config, decoder, heads), **_tokenizer(folder, config), **(metadata or {})}
     for key, value in entries.items():
         if value is not None:
             writer.add_key_value(key, value, _type(value))
@@ -85,15 +87,28 @@ def convert(
 # --- the conversion of tensors, by llama.cpp's own names: it shares nothing with the library's readers and writers
 
 
+def behind(tensors: Mapping[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's tensors with those of a head for multi-token prediction as a layer after the others."""
+
+    def named(name: str) -> str:
+        outer, part, *rest = name.split(".", 2)
+        if outer != "mtp":
+            return name
+        return f"model.layers.{layers}.{rest[0][2:] if part == 'layers' else f'{OF_HEAD[part]}.{rest[0]}'}"
+
+    return {named(name): each for name, each in tensors.items()}
+
+
 def stored_names(names: Iterable[str], family: str) -> dict[str, list[str]]:
     """Return a checkpoint's tensors by their names in the file; several of one name are the matrices of experts."""
     architectures = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
     known = gguf.get_tensor_name_map(architectures[gguf_families()[family].architecture], 64)
+    of_heads = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, 64)  # which the package's Qwen3.5 lacks
     found: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: [(int(part), "") if part.isdigit() else (0, part)
                                                 for part in name.split(".")]):  # fmt: skip
         usual = EXPERT.sub("experts.", name).replace(".dt_bias", ".dt_proj.bias")
-        stored = known.get_name(usual, try_suffixes=(".weight", ".bias"))
+        stored = next((each for of in (known, of_heads) if (each := of.get_name(usual, (".weight", ".bias")))), None)
         stored = "output.weight" if name == "lm_head.weight" else stored  # which not all architectures have
         assert stored is not None, name
         found.setdefault(stored, []).append(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from speculant import LLM, SamplingParams
-from speculant.errors import CapacityError
+from speculant import LLM, SamplingParams, plugins
+from speculant.drafting import HeadFolder, method_within
+from speculant.errors import CapacityError, PairError
+from speculant.gguf_file import GgufFile
 from speculant.kernels import usable_sets
+from speculant.lab.quantize import gguf, quantize
+from speculant.models import CheckpointFiles, load_model
 from tests.commands import json_of
 from tests.drafters import model_of
 from tests.exactness.identity import Job, params_of, prompts_of
+from tests.gguf_models import behind, convert, converted
 from tests.heads import write_mtp, write_with_head
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE
 
@@ -151,9 +157,90 @@ def test_memory_for_the_target_alone_leaves_the_head_out(target: str, caplog: py
         LLM(target, kv_memory="200KiB", speculative_config=MTP, **arguments)
 
 
-def test_doctor_names_the_head_in_the_files(target: str) -> None:
-    findings = [str(json_of("doctor", model)["findings"]) for model in (target, "demo")]
-    assert ["(method mtp)" in each for each in findings] == [True, False]
+def test_doctor_names_the_head_in_the_files(target: str, file: str) -> None:
+    findings = [str(json_of("doctor", model)["findings"]) for model in (target, file, "demo")]
+    assert ["(method mtp)" in each for each in findings] == [True, True, False]
+
+
+# --- GGUF files
+
+
+@pytest.fixture(scope="module")
+def file(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(convert(target, tmp_path_factory.mktemp("qwen35") / "model.gguf"))
+
+
+@pytest.mark.parametrize("form", [{}, {"fused": True}, {"kind": "Q8_0"}])
+def test_a_file_has_the_head_of_its_checkpoint(target: str, tmp_path: Path, form: dict[str, Any]) -> None:
+    path = convert(target, tmp_path / "model.gguf", **form)
+    own, found = (HeadFolder.open(str(each), "mtp", among=True) for each in (target, path))
+    assert {name for name in own.names() if name.startswith("mtp.")} == set(found.names())
+    for name in found.names():
+        assert found.shape(name) == own.shape(name)
+        torch.testing.assert_close(found.read(name), own.read(name), rtol=0, atol=0.02 if "kind" in form else 1e-6)
+
+
+@native
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_the_head_of_a_file_is_used_by_default(target: str, tmp_path: Path, kind: str) -> None:
+    path = str(convert(target, tmp_path / "model.gguf", kind))
+    job = Job(path, prompts_of(2), (HIDDEN_SIZE, VOCAB_SIZE), ENGINES["float32"])
+    params = params_of(2, 16)["greedy"]
+    assert ", mtp (method fallback)" in LLM(path, **ENGINES["float32"]).speculation
+    texts, drafted, _ = job.generate(params, speculative_config=MTP)
+    assert texts == job.plain(params)
+    assert drafted > 0
+
+
+@native
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        (("shared_head_norm",), ", mtp (method fallback)"),  # it has the model's
+        (("eh_proj",), "suffix, prompt_lookup (method fallback"),
+        (("ffn_up", "attn_q_norm"), "2 missing (layers.0.mlp.up_proj.weight, layers.0.self_attn.q_norm.weight)"),
+    ],
+)
+def test_a_file_without_some_tensors_of_its_head(
+    file: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lost: tuple[str, ...], words: str
+) -> None:
+    opened = GgufFile.open(Path(file))
+    names = {name for name in opened.tensors if name.startswith("blk.3.") and name.split(".")[-2] in lost}
+    kept = replace(opened, tensors={name: each for name, each in opened.tensors.items() if name not in names})
+    assert len(names) == len(lost)
+    monkeypatch.setattr(GgufFile, "open", lambda path: kept)
+    assert words in LLM(file, **ENGINES["float32"]).speculation + caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("nextn.eh_proj", (64, 32)), ("attn_qkv", (32, 32)), ("ffn_down", ()), ("nextn.enorm", (0,))]
+)
+def test_a_file_with_a_head_of_other_sizes_is_refused(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, ...]
+) -> None:
+    opened = GgufFile.open(convert(target, tmp_path / "model.gguf", fused=True))
+    place = replace(opened.tensors[f"blk.3.{name}.weight"], shape=shape, size=4 * math.prod(shape))
+    changed = replace(opened, tensors={**opened.tensors, f"blk.3.{name}.weight": place})
+    monkeypatch.setattr(GgufFile, "open", lambda path: changed)
+    with pytest.raises(PairError, match="the head in .* does not fit the target"):
+        plugins.load("speculant.drafting", "mtp").load(
+            HeadFolder.open(str(opened.path), "mtp", among=True), load_model(target).model
+        )
+
+
+def test_a_written_file_has_the_head(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speculant.lab.quantize.gguf.text_entries", lambda *_: {})
+    monkeypatch.setattr("speculant.lab.quantize.folder._check", lambda *_: None)
+    folder = Path(target)
+    written, decoder = gguf.read_folder(folder), CheckpointFiles.open(folder).decoder
+    expected = converted(behind(load_file(folder / "model.safetensors"), 3), "qwen3_5_text", decoder)
+    assert written.tensors.keys() == expected.keys()
+    assert all(torch.equal(each.read(), expected[name]) for name, each in written.tensors.items())
+    entries = {name: each.value for name, each in written.entries.items()}
+    assert [entries[f"qwen35.{key}"] for key in ("block_count", "nextn_predict_layers")] == [4, 1]
+    assert entries["qwen35.attention.recurrent_layers"] == [True, False, True, False]
+    assert quantize(folder, tmp_path / "model.gguf", "int8", lambda name: None)
+    assert method_within(tmp_path / "model.gguf", 3) == "mtp"
 
 
 def test_the_head_of_a_model_that_reads_images_is_found(target: str, tmp_path: Path) -> None:

@@ -294,9 +294,9 @@ def hosting(target: CausalLM, quantization: str | None) -> CausalLM:
 
 
 def _state_of(source: object) -> str:
-    """Return sizes and times of the files in a head's folder: another head there has a choice of its own."""
-    folder = Path(str(source)).expanduser()
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    """Return sizes and times of a head's file, or of all in its folder: another head has a choice of its own."""
+    place = Path(str(source)).expanduser()
+    files = sorted(place.iterdir()) if place.is_dir() else [place] if place.is_file() else []
     return str([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files])
 
 

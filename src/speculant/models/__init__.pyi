@@ -108,8 +108,10 @@ from .gguf import (
     Number as Number,
     Truth as Truth,
     gguf_families as gguf_families,
+    gguf_head as gguf_head,
     gguf_tensors as gguf_tensors,
     gguf_weights as gguf_weights,
+    open_gguf_head as open_gguf_head,
     read_gguf_config as read_gguf_config,
     read_gguf_decoder as read_gguf_decoder,
 )
@@ -263,6 +265,7 @@ from .weights.source import (
     QuantizedBlocks as QuantizedBlocks,
     StoredWeights as StoredWeights,
     WeightSource as WeightSource,
+    decodable as decodable,
     decode as decode,
     e4m3_numbers as e4m3_numbers,
     kind_of as kind_of,

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
@@ -35,9 +36,10 @@ from speculant.models.description import (
     TensorMap,
     Unpaired,
     map_modules,
+    stored_name,
 )
 from speculant.models.sizes import AFTER_ATTENTION, AFTER_MLP, BEFORE_ATTENTION, BEFORE_MLP, EXPERT, LAYER, layer_norms
-from speculant.models.weights.source import StoredWeights, map_tensor
+from speculant.models.weights.source import Mapped, StoredWeights, map_tensor
 
 GGUF_TABLE, GGUF_HEAD = "token_embd.weight", "output.weight"
 BLOCK = "blk.{}."  # begins the names of a layer's tensors
@@ -68,6 +70,7 @@ PARTS: Mapping[str, str] = {  # of a layer
 }
 EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}  # stacked
 FUSED_QKV = "attn_qkv"  # queries, keys and values
+OF_HEADS = (*PARTS.keys() - {AFTER_ATTENTION, "mlp.router", AFTER_MLP},)  # of a layer of a head
 
 
 Function = Callable[[Mapping[str, Any]], Any]
@@ -164,9 +167,10 @@ class GgufFamily:
     the same architecture: files of the family have it, and an entry is not 0. paired: the rows of queries and keys are
     in pairs; see `Unpaired`. norm_eps: the key of config.json for the epsilon of norms. windows: None = all layers have
     the window, if the file has one. blocks: how the names of layers' tensors begin, with the entry that counts these
-    layers. behind: the entry for how many of them are heads behind the layers. keyless: the type of layers that have 0
-    in the list of key heads; None = there are none. tensors: where files hold tensors that do not have the common
-    names, or a function that makes it from the description.
+    layers. behind: the entry for how many of them are heads behind the layers. head: their modules outside of their
+    layers, by the checkpoint's names. keyless: the type of layers that have 0 in the list of key heads; None = there
+    are none. tensors: where files hold tensors that do not have the common names, or a function that makes it from the
+    description.
 
     config: other keys that `read_config` reads, each with its metadata entry, or a function of the config so far; "a.b"
     is the key b of the object a. neutral: entries that `read_config` does not read, and that change the arithmetic
@@ -181,6 +185,7 @@ class GgufFamily:
     windows: WindowPattern | None = None
     blocks: Mapping[str, Count] = field(default_factory=lambda: {"blk": Count("block_count")})
     behind: str | None = None
+    head: Mapping[str, str] = field(default_factory=dict)
     keyless: str | None = None
     tensors: TensorMap | Callable[[DecoderConfig], TensorMap] = SAME_NAMES
     config: Mapping[str, Wanted] = field(default_factory=dict)
@@ -202,8 +207,8 @@ class GgufFamily:
         own = {each.key for each in self.config.values() if isinstance(each, _WRITTEN | TokenId)}
         return own | ({self.behind} if self.behind else set())
 
-    def written(self, decoder: DecoderConfig) -> dict[str, Any]:
-        """Return the family's own entries of a model's metadata, for a file that is written.
+    def written(self, decoder: DecoderConfig, heads: int = 0) -> dict[str, Any]:
+        """Return the family's own entries of a model's metadata, for a file that is written with `heads` heads.
 
         They are those of `config` with a function `of`, whose result is the value; None = the entry is left out. Other
         entries are common to all families.
@@ -212,6 +217,9 @@ class GgufFamily:
         found = {each.key: each.of(decoder) for each in own if each.of}
         if self.windows and self.windows.size and not decoder.windows:
             found["attention.sliding_window_pattern"] = 1  # readers take a window for granted
+        if heads and self.behind:
+            found |= {self.behind: heads, "block_count": decoder.num_layers + heads}
+            found |= {each.key: [*found[each.key], *[False] * heads] for each in own if isinstance(each, LayerFlags)}
         return {key: value for key, value in found.items() if value is not None}
 
 
@@ -241,6 +249,44 @@ def gguf_tensors(config: DecoderConfig, family: GgufFamily, stored: Collection[s
         if norm.offset:  # the file has the sum of scale and offset
             made[f"{own}.weight"] = Plus(made[f"{own}.weight"], -norm.offset)
     return replace(own_names, names=tuple(made.items()))
+
+
+def gguf_head(
+    config: DecoderConfig, family: GgufFamily, count: int, stored: Collection[str] | None = None
+) -> TensorMap:
+    """Return where a file holds `count` heads behind a model's layers, which have no other names in a checkpoint.
+
+    stored: see `gguf_tensors`. A head without a norm of its own has the model's.
+    """
+    names, offset, made = gguf_tensors(config, family, stored), config.norm.offset, dict[str, Expression]()
+    for own, part in family.head.items():
+        place = f"{BLOCK}{part}.weight".format(config.num_layers)
+        shared = own == "mtp.norm" and stored is not None and place not in stored
+        whole = f"{WHOLE['model.norm']}.weight" if shared else place
+        made[f"{own}.weight"] = Plus(whole, -offset) if "norm" in own and offset else whole
+    for index in range(count if family.head else 0):
+        for own in (f"{part}.{kind}" for part in OF_HEADS for kind in ("weight", "bias")):
+            found = names.expression(f"{LAYER}{own}".format(config.num_layers + index))
+            gated = config.attention.gated and own.startswith(QUERIES)
+            made[f"mtp.layers.{index}.{own}"] = found.of if gated and isinstance(found, Rows) else found
+    return TensorMap(tuple(made.items()))
+
+
+def open_gguf_head(path: Path) -> tuple[dict[str, Any], Mapped]:
+    """Return the metadata of a file's model, as `read_gguf_config` does, and its heads by a checkpoint's names."""
+    file = GgufFile.open(path)
+    config = read_gguf_config(file)
+    decoder, (_, family) = read_gguf_decoder(file, config), _family(file)
+    names = gguf_head(decoder, family, config["num_nextn_predict_layers"], file.tensors)
+    shapes = {
+        own: _taken(made, place.shape) for own, made in names.names if (place := file.tensors.get(stored_name(made)))
+    }
+    return config, Mapped(gguf_weights(file), shapes, names)
+
+
+def _taken(made: Expression, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of what an expression takes of a stored tensor."""
+    return (made.size, *shape[1:]) if isinstance(made, Rows) and shape[:1] == (made.period,) else shape
 
 
 def _unfused(config: DecoderConfig) -> list[str]:

@@ -1,4 +1,7 @@
-"""The folder of a head: config.json and a file of safetensors, checked against the target before anything is read."""
+"""The files of a head: a folder with config.json and safetensors, or a GGUF file with its model.
+
+They are checked against the target before anything is read.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,19 @@ from speculant import plugins
 from speculant.drafting.methods import KIND as DRAFTERS, REFUSED, WITH_BLOCKS, WITH_MASKS, method_within
 from speculant.errors import ConfigError, ModelError, PairError
 from speculant.files import read_json
+from speculant.gguf_file import is_gguf
 from speculant.models import (
     FLOATS,
     CausalLM,
     Mapped,
-    StoredWeights,
     WeightSource,
+    decodable,
     is_whole,
     kind_of,
     no_weights,
     open_file,
     open_folder,
+    open_gguf_head,
     read_plain,
     resolve_folder,
     show,
@@ -44,19 +49,21 @@ _OTHER = "use a head that was trained for this target: `speculant train head --t
 
 @dataclass(frozen=True)
 class HeadFolder(WeightSource):
-    """An open folder: a `WeightSource` with the names that the file has."""
+    """An open folder: a `WeightSource` with the names that the file has. A GGUF file has those of a checkpoint."""
 
     folder: Path
     config: dict[str, Any]
-    files: StoredWeights
+    files: WeightSource
 
     @classmethod
     def open(cls, source: str, kind: str, among: bool = False) -> HeadFolder:
         """Open a head by folder, hub id or "demo"; `kind` is the method that it must be made for.
 
-        among: the head's tensors may be among a model's, in several files. Raises ModelError for a folder without
-        safetensors, PairError for one that names another kind.
+        among: the head's tensors may be among a model's, in several files or in a GGUF file. Raises ModelError for a
+        folder without safetensors, PairError for one that names another kind.
         """
+        if among and is_gguf(Path(source).expanduser()):
+            return cls(Path(source).expanduser(), *open_gguf_head(Path(source).expanduser()))
         folder = resolve_folder(source, f"heads/{kind}")
         config = read_json(folder / "config.json")
         check_kind(folder, config, kind)
@@ -93,7 +100,8 @@ class HeadFolder(WeightSource):
 
     @override
     def kind(self, name: str) -> str:
-        return self.files.kind(self.stored[name])
+        kind = self.files.kind(self.stored[name])
+        return "F32" if decodable(kind) and kind not in FLOATS else kind  # see `read`
 
     @override
     def read(self, name: str) -> Tensor:

@@ -13,6 +13,8 @@ prefix `model.`:
     mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, mtp.layers.m            Qwen: modules share the rest
     layers.L+m.{enorm, hnorm, eh_proj, shared_head.norm, shared_head.head}             DeepSeek; the target has L layers
 
+A GGUF file of a Qwen has the head in block L, and is read as if it had Qwen's names.
+
 The columns of the matrix for the embedding come first; in MiMo's files they come last. Qwen's norms add one to the
 stored scales, and its layer is like the target's layers with attention, output gate included. For the first drafted
 token, a head reads the target's state after its final norm. For each further token, DeepSeek's head reads its own state
@@ -108,8 +110,6 @@ def build(context: DrafterContext) -> HiddenDrafter:
 
 def stored_in(place: Path, num_layers: int) -> int:
     """Return how many modules are among the weights of a model of `num_layers` layers; 0 = it has no head."""
-    if not place.is_dir():  # a GGUF file
-        return 0
     with suppress(SpeculantError):  # of weights that only another package reads
         folder = HeadFolder.open(str(place), KIND, among=True)
         names = {rename(name, num_layers) for name in folder.names()}

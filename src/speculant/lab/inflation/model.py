@@ -38,6 +38,7 @@ from speculant.models import (
     CheckpointFiles,
     Decoder,
     DecoderConfig,
+    StoredWeights,
     count,
     parameters,
     read_description,
@@ -330,6 +331,7 @@ def _enlargement(head: HeadFolder, parts: HeadParts, names: Mapping[str, str], s
     large = Shape(copies * small.hidden_size, copies * small.intermediate_size, 1, 1, 1)
     if "intermediate_size" in _layer_config(head.config):
         large = replace(shape, hidden_size=large.hidden_size, num_hidden_layers=small.num_hidden_layers)
+    assert isinstance(head.files, StoredWeights), "only folders are inflated"
     return Enlargement(small, large, head_dim, head.files.common_dtype())
 
 

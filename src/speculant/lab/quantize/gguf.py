@@ -44,11 +44,16 @@ from speculant.models import (
     DecoderConfig,
     Experts,
     GgufFamily,
+    Mapped,
     Rope,
     RoundsWeights,
     StoredWeights,
+    TensorMap,
+    WeightSource,
     gguf_families,
+    gguf_head,
     gguf_tensors,
+    open_folder,
     read_generation,
     read_plain,
     read_sampling,
@@ -144,22 +149,27 @@ def read_folder(folder: Path) -> GgufModel:
     stored = {stored_name(decoder.tensors.expression(own)): len(shape) for own, shape in tensor_shapes(decoder).items()}
     if files.tensors.quantised_kinds() or any(len(files.tensors.shape(each)) > own for each, own in stored.items()):
         raise ModelError(f"{folder} has weights that are quantised or stacked", "use the checkpoint it was made from.")
-    tensors = _stored(files, known[name].of(decoder))
+    family = known[name].of(decoder)
+    own = _stored(files.weights, tensor_shapes(decoder), gguf_tensors(decoder, family), decoder.tensors.stored)
+    heads, of_heads = _heads(folder, decoder, family)
+    tensors = own | of_heads
     if decoder.encoder is not None and decoder.head.scale == 1:  # readers scale the logits of a file without a head
         tensors.setdefault("output.weight", tensors["token_embd.weight"])
     rope = {
         name: StoredTensor(values.shape, partial(torch.from_numpy, values))
         for name, values in rope_tensors(config, decoder).items()
     }
-    entries = {**model_entries(folder, config, decoder), **sampled_entries(folder), **text_entries(folder, decoder)}
+    described = model_entries(folder, config, decoder, heads)
+    entries = {**described, **sampled_entries(folder), **text_entries(folder, decoder)}
     return GgufModel({key: _typed(value) for key, value in entries.items()}, tensors | rope)
 
 
-def _stored(files: CheckpointFiles, family: GgufFamily) -> dict[str, StoredTensor]:
-    """Return the tensors of a file with a checkpoint's weights, in the order of the checkpoint's names."""
-    of, weights, shapes = files.decoder.tensors, files.weights, tensor_shapes(files.decoder)
-    names, found = gguf_tensors(files.decoder, family), dict[str, list[str]]()
-    for own in sorted(shapes, key=lambda own: _numbered(of.stored(own))):
+def _stored(
+    weights: WeightSource, shapes: Mapping[str, tuple[int, ...]], names: TensorMap, order: Callable[[str], str] = str
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a file with these weights. order: their names, by which they are sorted."""
+    found = dict[str, list[str]]()
+    for own in sorted(shapes, key=lambda own: _numbered(order(own))):
         found.setdefault(names.stored(own), []).append(own)
 
     def read(stored: str) -> Tensor:
@@ -169,6 +179,19 @@ def _stored(files: CheckpointFiles, family: GgufFamily) -> dict[str, StoredTenso
         stored: StoredTensor(stored_shape(names.expression(own[0]), shapes[own[0]]), partial(read, stored))
         for stored, own in found.items()
     }
+
+
+def _heads(folder: Path, decoder: DecoderConfig, family: GgufFamily) -> tuple[int, dict[str, StoredTensor]]:
+    """Return how many heads for multi-token prediction a folder has beside its model, and their tensors in a file."""
+    if not family.head:
+        return 0, {}
+    files = open_folder(folder)
+    stored = {name.removeprefix("model."): name for name in files.names()}
+    count = len({name.split(".")[2] for name in stored if name.startswith("mtp.layers.")})
+    made = gguf_head(decoder, family, count)
+    names = TensorMap(tuple((own, stored[own]) for own, _ in made.names if own in stored))
+    shapes = {own: files.shape(stored[own]) for own, _ in names.names}
+    return count, _stored(Mapped(files, shapes, names), shapes, made) if count else {}
 
 
 def _exact(tensor: Tensor) -> Tensor:
@@ -221,7 +244,7 @@ def write_gguf(
     writer.add_file_type(_FILE_TYPES[type_])
     writer.add_quantization_version(2)
     names = sorted(model.tensors, key=lambda name: not name.startswith(_DESCRIBES))
-    kinds = {name: _kind(name, model.tensors[name], type_, backend) for name in names}
+    kinds = {name: _kind(name, model.tensors, type_, backend) for name in names}
     size = 0
     for name in names:
         weights, of_block = GGML_QUANT_SIZES[kinds[name]]
@@ -243,14 +266,15 @@ def write_gguf(
     writer.close()
 
 
-def _kind(name: str, tensor: StoredTensor, type_: str, backend: RoundsWeights) -> GGMLQuantizationType:
+def _kind(name: str, tensors: Mapping[str, StoredTensor], type_: str, backend: RoundsWeights) -> GGMLQuantizationType:
     """Return the kind of a tensor: that of its role, or float32 for vectors and matrices that are not rounded."""
-    part = name.split(".")[-2]
-    if len(tensor.shape) < 2 or part in _PLAIN or not name.endswith(".weight"):
+    part, shape = name.split(".")[-2], tensors[name].shape
+    if len(shape) < 2 or part in _PLAIN or not name.endswith(".weight"):
         return GGMLQuantizationType.F32
-    kind = GGMLQuantizationType[backend.rounded_kind(type_, _ROLES.get(part, part), tensor.shape[-1])]
-    divides = tensor.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0
-    return kind if divides else GGMLQuantizationType.F32
+    of_state = part == "attn_qkv" and name.replace(part, "ssm_out") in tensors  # the first projection of a state
+    role = part if of_state else _ROLES.get(part, part)
+    kind = GGMLQuantizationType[backend.rounded_kind(type_, role, shape[-1])]
+    return kind if shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.F32
 
 
 def _bytes(tensor: Tensor, kind: GGMLQuantizationType, backend: RoundsWeights, name: str) -> NDArray[np.uint8]:
@@ -270,15 +294,15 @@ def _typed(value: Any) -> Entry:
     return Entry(value, GGUFValueType.get_type(value))
 
 
-def model_entries(folder: Path, config: Config, decoder: DecoderConfig) -> Entries:
-    """Return the metadata of a folder's model, except for its tokenizer and its sampling."""
+def model_entries(folder: Path, config: Config, decoder: DecoderConfig, heads: int = 0) -> Entries:
+    """Return the metadata of a folder's model, except for its tokenizer and its sampling. heads: behind its layers."""
     name, known = config["model_type"], gguf_families()
     architecture = known[name].of(decoder).architecture
     made = _encoder_decoder_entries if decoder.encoder else _decoder_entries
     own = made({**_DEFAULTS.get(name, {}), **config}, decoder)
     for family in known.values():
         if family.architecture == architecture:
-            own |= family.written(decoder)
+            own |= family.written(decoder, heads)
     own |= _start_entries(folder, config, decoder)
     return {ARCHITECTURE: architecture, **{f"{architecture}.{key}": value for key, value in own.items()}}
 

@@ -65,7 +65,11 @@ def _layer_types(hf: Mapping[str, Any]) -> list[str]:
     return read_layer_types(hf, lambda index: (index + 1) % interval == 0, LINEAR)
 
 
-GGUF = GgufFamily("qwen35", behind="nextn_predict_layers", tensors=_gguf_tensors, config={
+_HEAD = {
+    "mtp.fc": "nextn.eh_proj", "mtp.pre_fc_norm_embedding": "nextn.enorm", "mtp.pre_fc_norm_hidden": "nextn.hnorm",
+    "mtp.norm": "nextn.shared_head_norm",
+}  # fmt: skip
+GGUF = GgufFamily("qwen35", behind="nextn_predict_layers", head=_HEAD, tensors=_gguf_tensors, config={
     "full_attention_interval": Count("full_attention_interval", _INTERVAL, lambda decoder: 1 + next(
         index for index, layer in enumerate(decoder.layers) if layer.attention
     )),

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from speculant.errors import ModelError
 from speculant.kernels import usable_sets
-from speculant.lab.quantize import check_model, differences, gguf, write_folder
+from speculant.lab.quantize import check_model, differences, gguf, quantize, write_folder
 from speculant.models import CheckpointFiles, DecoderConfig, RoundsWeights, find_backends, read_description, read_plain
 from speculant.models.config import _KNOWN as ROPE_KEYS
 from tests.gguf_models import converted
@@ -283,6 +283,23 @@ def test_tensors_are_those_of_llama_cpp(tmp_path: Path, family: str, variant: st
     for name, tensor in written.items():
         assert tensor.shape == expected[name].shape
         assert torch.equal(tensor.read(), expected[name]), name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "lfm2"])
+def test_kinds_in_a_file_are_those_of_rounding_at_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr("speculant.lab.quantize.gguf.text_entries", lambda *_: {})
+    monkeypatch.setattr("speculant.lab.quantize.folder.check_tokenizer", lambda *_: None)
+    wide = {"hidden_size": 256, "intermediate_size": 256, "linear_value_head_dim": 64, "head_dim": 64}
+    write_own(tmp_path, family, {**SMALL, **next(iter(STORED[family].values())), **wide})
+    quantize(tmp_path, tmp_path / "model.gguf", "int4", lambda name: None)
+    weights, exact = CheckpointFiles.open(tmp_path / "model.gguf").weights, ("conv1d", "in_proj_a", "in_proj_b")
+    backend = next(each for each in find_backends("native") if isinstance(each, RoundsWeights))
+    for name in weights.names():
+        plain = len(weights.shape(name)) != 2 or name.split(".")[-2] in exact
+        kind = "F32" if plain else backend.rounded_kind("int4", name, weights.shape(name)[1])
+        assert weights.kind(name) == kind, name
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_5_text"])
