@@ -47,6 +47,7 @@ class Job:
         found = [llm.generate(self.prompts, params) for _ in range(runs)]
         texts = [[list(out.outputs[0].token_ids) for out in outputs] for outputs in found]
         assert texts == texts[-1:] * runs, "a text changed from one run to the next"
+        assert llm.engine.metrics.drafter_errors == 0
         counted = [out.metrics.speculative_decoding for out in found[-1]]
         drafted = sum(each.num_draft_tokens for each in counted)
         return texts[-1], drafted, sum(each.num_accepted_draft_tokens for each in counted)

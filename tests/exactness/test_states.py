@@ -22,6 +22,7 @@ from speculant.metrics import SpeculationMetrics
 from speculant.models import Checkpoint, load_model
 from speculant.sampling import KeyedChances
 from speculant.types import Request
+from tests.exactness.identity import Job, params_of
 from tests.exactness.speculation import (
     BRANCHING,
     LOSSLESS,
@@ -35,7 +36,7 @@ from tests.exactness.speculation import (
 )
 from tests.examples import examples
 from tests.fakes import ScriptedDrafter, few_blocks, known_verifiers
-from tests.models import Shape, write_checkpoint
+from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
 from tests.unit.models.families import STATES, VARIANTS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -178,3 +179,12 @@ def test_drafts_in_the_target_s_cache_leave_its_states(write: Callable[[str], st
             assert llm.engine.metrics.drafter_errors == 0
             counted = [out.metrics.speculative_decoding for out in outputs]
             assert sum(each.num_accepted_draft_tokens for each in counted) > 60
+
+
+@pytest.mark.parametrize("family", STATES)
+def test_masks_are_no_part_of_a_draft_model_s_state(write: Callable[[str], str], family: str) -> None:
+    job = Job(
+        write(family), [PROMPT, PROMPT[3:]], (HIDDEN_SIZE, VOCAB_SIZE), {"kv_memory": "4MiB", **ENGINES["reference"]}
+    )
+    params = params_of(2, 24)["greedy"]
+    job.check("parallel", job.target, params, job.plain(params))

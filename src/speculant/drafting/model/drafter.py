@@ -513,7 +513,8 @@ class Mask:
         if states is not None and self.state is not None:
             states = torch.cat((states, self.state.to(states.dtype).expand(count, -1)))
         tokens = [*chain.input_tokens, *[self.token] * count]
-        return chain_input(chain, tokens, vocab_size, DraftTree.empty(), states)
+        certain = len(chain.input_tokens) if chain.certain is None else chain.certain
+        return chain_input(chain, tokens, vocab_size, DraftTree.empty(), states)._replace(certain=certain)
 
 
 class OnePass(ModelDrafter):
