@@ -476,9 +476,11 @@ class RecordPool(BlockPool):
         self.spare -= 1
         held.saved.append(Record(self.allocate(), border))
         if is_newest:
-            last, held.border = self.index.block(held.prefix[held.border - 1]) if held.border else None, index + 1
-            if last is not None and self.is_kept(last):
-                self._drop(last)
+            last = [self.index.block(node) for node in held.prefix[max(held.border - 1, 0) : held.border]]
+            held.border = index + 1
+            for number in last:
+                if number is not None and self.is_kept(number):
+                    self._drop(number)
         return held.saved[-1].number
 
     def index_saved(self, held: CachedSequence) -> None:
