@@ -24,7 +24,7 @@ from typing_extensions import override
 from speculant.cache.base import NO_MOVES, SCALE_BYTES, CacheShape, KVStorage, LayerGroup, Moves
 from speculant.cache.paged import KVCache
 from speculant.errors import CapacityError
-from speculant.kernels.pages import empty
+from speculant.kernels import empty
 from speculant.tree import ids
 
 ROUNDED = torch.int8

@@ -50,6 +50,7 @@ from .packing import (
     likely_bytes as likely_bytes,
     panel_rows as panel_rows,
 )
+from .pages import empty as empty
 from .reference import (
     REFERENCE as REFERENCE,
     ReferenceSampler as ReferenceSampler,
