@@ -476,9 +476,11 @@ class RecordPool(BlockPool):
         self.spare -= 1
         held.saved.append(Record(self.allocate(), border))
         if is_newest:
-            last, held.border = self.index.block(held.prefix[held.border - 1]) if held.border else None, index + 1
-            if last is not None and self.is_kept(last):
-                self._drop(last)
+            for node in held.prefix[held.border - 1 : held.border]:
+                last = self.index.block(node)
+                if last is not None and self.is_kept(last):
+                    self._drop(last)
+            held.border = index + 1
         return held.saved[-1].number
 
     def index_saved(self, held: CachedSequence) -> None:
