@@ -2,7 +2,8 @@
 
 `ms` is the median time of a pass, `over_one` that time over one row's in the same round, `states` the share of the
 operations on states: 1 minus the time of the pass without them over its own. --layers: of the model's 32. Beside a
-pass after 512 tokens: the memory of a sequence's records, and the seconds of the prompt.
+pass after 512 tokens: the memory of a sequence's records, and the seconds of the prompt. `chat_s`: the processor
+seconds of a chat of ten turns, 48 tokens asked and 16 answered in each, with prefix hits and without.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 STATES = (Code.CONVOLVE, Code.RECUR)
 PROMPT = 512
+TURNS, ASKED, ANSWERED = 10, 48, 16
 
 
 class RandomWeights:
@@ -62,7 +64,7 @@ class Passes:
     """A model with a text in its cache. prompts: the seconds of computing it."""
 
     def __init__(self, model: NativeDecoder) -> None:
-        self._model, self.cache = model, paged_cache(model.cache_shape, 64, 16)
+        self._model, self.cache = model, paged_cache(model.cache_shape, 128, 16)
         self.prompts = [self.prompt_s() for _ in range(3)]  # the buffers of the program have their size then
         kept = [op for op in model.program.ops if op.code not in STATES]
         self._plain, self._whole = (Op * len(kept))(*kept), model.program.ops
@@ -79,6 +81,20 @@ class Passes:
         self._model.program.ops = self._whole
         self.cache.truncate_to(1, PROMPT)
         return taken
+
+    def chat_s(self, hits: bool) -> float:
+        """Return the processor seconds of a chat, in which each turn reads all tokens or those that are new."""
+        text, started = list[int](), time.process_time()
+        for turn in range(TURNS):
+            text += [(31 * turn + 7 * i) % 1000 for i in range(ASKED)]
+            self.cache.match_prefix(2, text, limit=None if hits else 0)
+            for _ in range(ANSWERED):
+                self._seconds(SequenceInput(2, text[self.cache.length(2) :], DraftTree.empty()))
+                self.cache.insert_prefix(2, text)
+                text.append(5)
+            self.cache.release(2)
+        self.cache.forget_prefixes()
+        return time.process_time() - started
 
     def _seconds(self, inputs: SequenceInput) -> float:
         batch = build_batch([inputs], self.cache, torch.device("cpu"))
@@ -110,8 +126,9 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         }
         for rows, own in sorted(times.items())
     }
+    chats = {name: round(passes.chat_s(name == "hits"), 1) for name in ("hits", "none")}
     mib = 2 * model.cache_shape.state_bytes / 2**20
-    yield {"passes": found, "prompt_s": round(min(passes.prompts), 3), "records_mib": round(mib, 1)}
+    yield {"passes": found, "prompt_s": round(min(passes.prompts), 3), "records_mib": round(mib, 1), "chat_s": chats}
 
 
 BENCHMARK = Benchmark(

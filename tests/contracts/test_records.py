@@ -154,7 +154,7 @@ def _copy(cache: KVCache, source: tuple[int, list[int]], new: int) -> list[int]:
 
 
 def _pass(texts: Texts, seq_id: int, text: list[int]) -> None:
-    """Run a part of a prompt, a pass that fails, or a step; the step's draft may be made in the same cache."""
+    """Run a part of a prompt, a pass that fails, or a step, whose draft may be made in the same cache; or go back."""
     cache, start = texts.cache, texts.cache.length(seq_id)
     missing, do = len(text) - start, random.random()
     drafted = random.randint(0, MOST_PENDING - 1)
@@ -165,6 +165,8 @@ def _pass(texts: Texts, seq_id: int, text: list[int]) -> None:
         texts.run(seq_id, text[start:], [9] * drafted, text)
         cache.truncate_to(seq_id, start)
         assert cache.length(seq_id) == start
+    elif do < 0.63:
+        cache.truncate_to(seq_id, random.randint(0, start))
     else:
         if random.random() < 0.4:
             size = random.randint(1, MOST_PENDING)
@@ -248,6 +250,18 @@ def test_a_decoding_text_leaves_the_states_of_others() -> None:
     for _ in range(3):
         step(texts, 1, text, accepted=2, drafted=3)
     assert texts.cache.match_prefix(3, other) == 8
+
+
+def test_a_text_that_begins_again_has_no_last_state() -> None:
+    texts, text = make(), [1, 2, 3, 4, 5]
+    for _ in range(6):
+        step(texts, 1, text, accepted=1, drafted=2)
+    texts.cache.truncate_to(1, 0)
+    for at, token in enumerate(text):
+        texts.run(1, [token], (), text)
+        assert texts.cache.length(1) == at + 1
+    texts.cache.insert_prefix(1, text)
+    texts.cache.check()
 
 
 def test_too_many_drafted_rows_are_refused() -> None:

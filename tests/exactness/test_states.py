@@ -15,6 +15,7 @@ from speculant.cache import MOST_PENDING, KVCache, StateRows, paged_cache
 from speculant.config import Limits
 from speculant.drafting import Drafters, ParallelChains, StaticTree
 from speculant.engine import Engine, EngineOptions
+from speculant.errors import ConfigError
 from speculant.kernels import usable_sets
 from speculant.lab.exactness import FULL_SUPPORT, Pair
 from speculant.lengths import Fixed
@@ -188,3 +189,9 @@ def test_masks_are_no_part_of_a_draft_model_s_state(write: Callable[[str], str],
     )
     params = params_of(2, 24)["greedy"]
     job.check("parallel", job.target, params, job.plain(params))
+
+
+def test_a_draft_model_with_a_state_draws_no_trees(write: Callable[[str], str]) -> None:
+    for method, options in (("specinfer", {}), ("draft_model", {"tree": [2, 1]})):
+        with pytest.raises(ConfigError, match="has layers with a state"):
+            LLM("demo", draft_model=write("lfm2"), speculative_config={"method": method, **options})

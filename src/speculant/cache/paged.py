@@ -476,11 +476,11 @@ class RecordPool(BlockPool):
         self.spare -= 1
         held.saved.append(Record(self.allocate(), border))
         if is_newest:
-            last = [self.index.block(node) for node in held.prefix[max(held.border - 1, 0) : held.border]]
+            for node in held.prefix[held.border - 1 : held.border]:
+                last = self.index.block(node)
+                if last is not None and self.is_kept(last):
+                    self._drop(last)
             held.border = index + 1
-            for number in last:
-                if number is not None and self.is_kept(number):
-                    self._drop(number)
         return held.saved[-1].number
 
     def index_saved(self, held: CachedSequence) -> None:

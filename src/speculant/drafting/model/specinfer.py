@@ -97,6 +97,10 @@ def build(context: DrafterContext) -> SpecInfer:
     draws = read_count("draws", (1 if further else USUAL_DRAWS) if options.draws is None else options.draws)
     depth = read_count("depth", options.depth)
     models = [context.models.load(name) for name in [str(context.model), *further]]
+    if any(model.needs.most_nodes is not None for model in models):
+        raise ConfigError(
+            "a draft model has layers with a state, which draft no trees", 'use the method "draft_model" with it.'
+        )
     sources = [DraftModelRunner.of(context, model) for model in models]
     chains = tuple(source for source in range(len(sources)) for _ in range(draws))
     return SpecInfer(sources, ParallelChains(chains, depth), context.target.vocab_size, context.target.sampler)
