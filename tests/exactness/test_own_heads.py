@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from speculant import LLM, SamplingParams, plugins
 from speculant.drafting import HeadFolder, method_within
-from speculant.errors import PairError
+from speculant.errors import ModelError, PairError
 from speculant.gguf_file import GgufFile
 from speculant.kernels import usable_sets
 from speculant.lab.quantize import gguf, quantize
@@ -207,6 +207,19 @@ def test_a_file_with_a_head_of_other_sizes_is_refused(
         plugins.load("speculant.drafting", "mtp").load(
             HeadFolder.open(str(opened.path), "mtp", among=True), load_model(target).model
         )
+
+
+@native
+def test_a_file_of_the_head_alone_is_a_draft_model(target: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp's conversion has an option for it."""
+    opened, open_ = GgufFile.open(Path(file)), GgufFile.open
+    kept = {name: each for name, each in opened.tensors.items() if not name.startswith(("blk.0.", "blk.1.", "blk.2."))}
+    alone = replace(opened, tensors=kept)
+    monkeypatch.setattr(GgufFile, "open", lambda path: alone if path == opened.path else open_(path))
+    config = {"method": "mtp", "model": file, "num_speculative_tokens": 2}
+    assert LLM(target, speculative_config=config, **ENGINES["float32"]).speculation.startswith("mtp, 2 tokens a step")
+    with pytest.raises(ModelError, match="holds tensors of 1 layers .*\n.*name it as the draft model, with its method"):
+        LLM(target, draft_model=file, **ENGINES["float32"])
 
 
 def test_a_written_file_has_the_head(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
