@@ -289,8 +289,8 @@ def open_gguf_head(path: Path) -> tuple[dict[str, Any], Mapped]:
 
 
 def _taken(made: Expression, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of what an expression takes of a stored tensor."""
-    return (made.size, *shape[1:]) if isinstance(made, Rows) and shape[:1] == (made.period,) else shape
+    """Return the shape of what an expression takes of a stored tensor; one of another height gives other rows."""
+    return (shape[0] - made.period + made.size, *shape[1:]) if isinstance(made, Rows) and shape else shape
 
 
 def _unfused(config: DecoderConfig) -> list[str]:
