@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
+import random
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from speculant import LLM, SamplingParams, plugins
 from speculant.drafting import HeadFolder, method_within
-from speculant.errors import CapacityError, PairError
+from speculant.errors import CapacityError, ModelError, PairError, SpeculantError
 from speculant.gguf_file import GgufFile
 from speculant.kernels import usable_sets
 from speculant.lab.quantize import gguf, quantize
@@ -26,6 +27,7 @@ from tests.exactness.identity import Job, params_of, prompts_of
 from tests.gguf_models import behind, convert, converted
 from tests.heads import write_mtp, write_with_head
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE
+from tests.unit.models.test_gguf_mutations import content_of, mutated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -213,19 +215,47 @@ def test_a_file_without_some_tensors_of_its_head(
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("nextn.eh_proj", (64, 32)), ("attn_qkv", (32, 32)), ("ffn_down", ()), ("nextn.enorm", (0,))]
+    ("name", "shape"),
+    [("nextn.eh_proj", (64, 32)), ("attn_qkv", (32, 32)), ("ffn_down", ()), ("nextn.enorm", (0,)), ("ffn_gate", ())],
 )
 def test_a_file_with_a_head_of_other_sizes_is_refused(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, ...]
 ) -> None:
     opened = GgufFile.open(convert(target, tmp_path / "model.gguf", fused=True))
-    place = replace(opened.tensors[f"blk.3.{name}.weight"], shape=shape, size=4 * math.prod(shape))
-    changed = replace(opened, tensors={**opened.tensors, f"blk.3.{name}.weight": place})
+    places = {**opened.tensors, f"blk.3.{name}.weight": replace(opened.tensors[f"blk.3.{name}.weight"], shape=shape)}
+    if name == "ffn_gate":  # without it, ffn_up holds both
+        del places[f"blk.3.{name}.weight"]
+    changed = replace(opened, tensors=places)
     monkeypatch.setattr(GgufFile, "open", lambda path: changed)
     with pytest.raises(PairError, match="the head in .* does not fit the target"):
         plugins.load("speculant.drafting", "mtp").load(
             HeadFolder.open(str(opened.path), "mtp", among=True), load_model(target).model
         )
+
+
+def test_a_damaged_head_is_refused(file: str, target: str, tmp_path: Path) -> None:
+    content, header = content_of(Path(file))
+    path, model, made = tmp_path / "model.gguf", load_model(target).model, 0
+    for seed in range(200):
+        path.write_bytes(mutated(content, header, random.Random(seed)))
+        method_within(path, 3)
+        with suppress(SpeculantError):
+            plugins.load("speculant.drafting", "mtp").load(HeadFolder.open(str(path), "mtp", among=True), model)
+            made += 1
+    assert 0 < made < 100
+
+
+@native
+def test_a_file_of_the_head_alone_is_a_draft_model(target: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp's conversion has an option for it."""
+    opened, open_ = GgufFile.open(Path(file)), GgufFile.open
+    kept = {name: each for name, each in opened.tensors.items() if not name.startswith(("blk.0.", "blk.1.", "blk.2."))}
+    alone = replace(opened, tensors=kept)
+    monkeypatch.setattr(GgufFile, "open", lambda path: alone if path == opened.path else open_(path))
+    config = {"method": "mtp", "model": file, "num_speculative_tokens": 2}
+    assert LLM(target, speculative_config=config, **ENGINES["float32"]).speculation.startswith("mtp, 2 tokens a step")
+    with pytest.raises(ModelError, match="holds tensors of 1 layers .*\n.*name it as the draft model, with its method"):
+        LLM(target, draft_model=file, **ENGINES["float32"])
 
 
 def test_a_written_file_has_the_head(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +271,13 @@ def test_a_written_file_has_the_head(target: str, tmp_path: Path, monkeypatch: p
     assert entries["qwen35.attention.recurrent_layers"] == [True, False, True, False]
     assert quantize(folder, tmp_path / "model.gguf", "int8", lambda name: None)
     assert method_within(tmp_path / "model.gguf", 3) == "mtp"
+
+
+@native
+def test_a_folder_with_rounded_layers_keeps_its_head(target: str, tmp_path: Path) -> None:
+    assert quantize(Path(target), tmp_path / "int4", "int4", lambda name: None)
+    assert CheckpointFiles.open(tmp_path / "int4").tensors.quantised_kinds() == ["ZERO4"]
+    assert ", mtp (method fallback)" in LLM(str(tmp_path / "int4")).speculation
 
 
 def test_the_head_of_a_model_that_reads_images_is_found(target: str, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ import typer
 from typing_extensions import override
 
 from speculant.cli.demo import ACCEPTED
-from speculant.cli.flags import ChatTemplate, EngineFlags, Model, SamplingFlags, accepts_flags
-from speculant.cli.generate import fetch, figures, given_template, load, speed
+from speculant.cli.flags import ChatTemplate, ChatVariables, EngineFlags, Model, SamplingFlags, accepts_flags
+from speculant.cli.generate import fetch, figures, given_template, given_variables, load, speed
 from speculant.cli.terminal import VerbatimConsole, examples, messages, notice, progress, results, show_error
 from speculant.config import EngineConfig
 from speculant.errors import ConfigError, RequestError, ServerError, SpeculantError, suggest
@@ -101,10 +101,11 @@ class ChatBackend(Protocol):
 
 @dataclass
 class LocalChatBackend(ChatBackend):
-    """A model in this process."""
+    """A model in this process. variables: of its chat template."""
 
     llm: LLM
     params: SamplingParams
+    variables: Mapping[str, Any] = field(default_factory=dict)
     waits = False
 
     @property
@@ -154,7 +155,7 @@ class LocalChatBackend(ChatBackend):
         return len(self._prompt(messages).tokens or ()) < self.llm.limits.max_model_len
 
     def _prompt(self, messages: Messages) -> RenderedPrompt:
-        prompt = self.llm.render_chat(messages)
+        prompt = self.llm.render_chat(messages, chat_template_kwargs=self.variables)
         return replace(prompt, tokens=self.llm.tokenizer.encode(prompt.text, add_special_tokens=False))
 
 
@@ -385,6 +386,7 @@ def chat(
         typer.Option("--verbose", help="After each answer, show figures on speculation and the weights in use."),
     ] = False,
     chat_template: ChatTemplate = None,
+    chat_variables: ChatVariables = None,
     *,
     sampling: ChatSampling,
     engine: EngineFlags,
@@ -401,23 +403,27 @@ def chat(
         )
     sampling.params()  # checks ranges before anything is loaded
     engine.name_model(target)
+    variables = given_variables(chat_variables)
     if url is None:
-        backend: ChatBackend = _local(sampling, engine, given_template(chat_template))
+        backend: ChatBackend = _local(sampling, engine, given_template(chat_template), variables)
     elif chat_template is not None:
         raise ConfigError("--chat-template has no meaning with --url", "give it to speculant serve.")
     else:
         named = engine.remote_model()  # leaves out a name from the environment
-        backend = RemoteChatBackend(url, target or named, api_key, sampling.fields())
+        asked = {"chat_template_kwargs": variables} if variables else {}
+        backend = RemoteChatBackend(url, target or named, api_key, {**sampling.fields(), **asked})
     Conversation(backend, system, sys.stdin.isatty(), verbose).run()
 
 
-def _local(sampling: SamplingFlags, engine: EngineFlags, chat_template: str | None) -> ChatBackend:
+def _local(
+    sampling: SamplingFlags, engine: EngineFlags, chat_template: str | None, variables: Mapping[str, Any]
+) -> ChatBackend:
     values = engine.values()
     fetch(EngineConfig.from_arguments(**values))
     with progress("Loading the models"):
         llm = load(values, chat_template)
     llm.render_chat([{"role": "user", "content": "Hi"}])  # refuses a model without a template before anything is typed
-    return LocalChatBackend(llm, sampling.params(llm.default_params))
+    return LocalChatBackend(llm, sampling.params(llm.default_params), variables)
 
 
 @dataclass

@@ -237,6 +237,14 @@ ChatTemplate = Annotated[
     str | None,
     typer.Option(metavar="FILE_OR_TEXT", help="The chat template, or its file [default: the checkpoint's]."),
 ]
+ChatVariables = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template-kwargs",
+        metavar="KEY=VALUE,...",
+        help="Variables of the chat template, such as enable_thinking=false.",
+    ),
+]
 
 
 def model_first(named: str | None, *arguments: str | None, needed: Sequence[str] = ()) -> list[Any]:

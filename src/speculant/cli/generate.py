@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from speculant.cli.flags import ChatTemplate, EngineFlags, Model, Profile, SamplingFlags, accepts_flags, profiling
+from speculant.cli.flags import (
+    ChatTemplate,
+    ChatVariables,
+    EngineFlags,
+    Model,
+    Profile,
+    SamplingFlags,
+    accepts_flags,
+    parse_mapping,
+    profiling,
+)
 from speculant.cli.terminal import examples, messages, notice, print_json, progress, results
 from speculant.config import EngineConfig
 from speculant.engine import check_trace_path
@@ -48,6 +58,7 @@ def generate(
         typer.Option(help="The beginning of the output, for an encoder-decoder model, which encodes the prompt."),
     ] = None,
     chat_template: ChatTemplate = None,
+    chat_variables: ChatVariables = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print text, token ids, usage and metrics as JSON.")] = False,
     profile: Profile = None,
     *,
@@ -62,7 +73,8 @@ def generate(
     Each option of the engine is also an environment variable: --draft-model is SPECULANT_DRAFT_MODEL, and
     --engine-seed is SPECULANT_SEED. Sampling defaults are those of the checkpoint, if it has any.
     """
-    for flag, value in (("--system", system), ("--chat-template", chat_template)):
+    of_chats = {"--system": system, "--chat-template": chat_template, "--chat-template-kwargs": chat_variables}
+    for flag, value in of_chats.items():
         if value is not None and not chat:
             raise RequestError(f"{flag} needs --chat", "add --chat.")
     if decoder_prompt is not None and chat:
@@ -72,6 +84,7 @@ def generate(
     _check_order(prompt, target)
     engine.name_model(target)
     text, values, template = read_prompt(prompt, prompt_file), engine.values(), given_template(chat_template)
+    variables = given_variables(chat_variables)
     sampling.params()  # checks ranges before anything is loaded
     check_trace_path(profile)
     fetch(EngineConfig.from_arguments(**values))
@@ -79,7 +92,7 @@ def generate(
         llm = load(values, template)
     if chat:
         opening = [] if system is None else [{"role": "system", "content": system}]
-        asked: Prompt = llm.render_chat([*opening, {"role": "user", "content": text}])
+        asked: Prompt = llm.render_chat([*opening, {"role": "user", "content": text}], chat_template_kwargs=variables)
     else:
         asked = _prompt(llm, text, decoder_prompt)
     params = sampling.params(llm.default_params)
@@ -157,6 +170,13 @@ def given_template(given: str | None) -> str | None:
     from speculant.text import read_template
 
     return read_template(given)
+
+
+def given_variables(given: str | None) -> dict[str, Any]:
+    """Return the template's variables that --chat-template-kwargs gives. Raises ConfigError or RequestError."""
+    from speculant.text import check_variables
+
+    return dict(check_variables(parse_mapping("--chat-template-kwargs", given))) if given else {}
 
 
 def load(values: dict[str, object], chat_template: str | None = None) -> LLM:

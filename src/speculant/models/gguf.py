@@ -22,7 +22,7 @@ from typing import Any
 from speculant import plugins
 from speculant.errors import ModelError
 from speculant.gguf_file import GgufFile, end_tokens
-from speculant.models.config import FULL, MOST, MOST_FACTOR, MOST_HEAD_DIM, SLIDING, is_whole, show
+from speculant.models.config import FULL, MOST, MOST_FACTOR, MOST_HEAD_DIM, MOST_LAYERS, SLIDING, is_whole, show
 from speculant.models.description import (
     SAME_NAMES,
     DecoderConfig,
@@ -258,7 +258,11 @@ def gguf_head(
 
     stored: see `gguf_tensors`. A head without a norm of its own has the model's.
     """
-    names, offset, made = gguf_tensors(config, family, stored), config.norm.offset, dict[str, Expression]()
+    like, offset, made = stored, config.norm.offset, dict[str, Expression]()
+    if stored is not None:  # the head's block tells what is fused in it
+        block, places = BLOCK.format(config.num_layers), (0, _attending(config))
+        like = {name.replace(block, BLOCK.format(each)) for name in stored if name.startswith(block) for each in places}
+    names = gguf_tensors(config, family, like)
     for own, part in family.head.items():
         place = f"{BLOCK}{part}.weight".format(config.num_layers)
         shared = own == "mtp.norm" and stored is not None and place not in stored
@@ -273,10 +277,16 @@ def gguf_head(
 
 
 def open_gguf_head(path: Path) -> tuple[dict[str, Any], Mapped]:
-    """Return the metadata of a file's model, as `read_gguf_config` does, and its heads by a checkpoint's names."""
+    """Return the metadata of a file's model, as `read_gguf_config` does, and its heads by a checkpoint's names.
+
+    The file may have the heads alone. Raises ModelError.
+    """
     file = GgufFile.open(path)
-    config = read_gguf_config(file)
-    decoder, (_, family) = read_gguf_decoder(file, config), _family(file)
+    facts, (name, family) = _Facts(file), _family(file)
+    layers, heads = facts.layers(family.behind)
+    alone = layers <= MOST_LAYERS and _blocks(file, "blk") == {*range(layers, layers + heads)}
+    config = _read_config(facts, name, family) if alone else read_gguf_config(file)
+    decoder = read_gguf_decoder(file, config)
     names = gguf_head(decoder, family, config["num_nextn_predict_layers"], file.tensors)
     shapes = {
         own: _taken(made, place.shape) for own, made in names.names if (place := file.tensors.get(stored_name(made)))
@@ -285,8 +295,8 @@ def open_gguf_head(path: Path) -> tuple[dict[str, Any], Mapped]:
 
 
 def _taken(made: Expression, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of what an expression takes of a stored tensor."""
-    return (made.size, *shape[1:]) if isinstance(made, Rows) and shape[:1] == (made.period,) else shape
+    """Return the shape of what an expression takes of a stored tensor; one of another height gives other rows."""
+    return (shape[0] - made.period + made.size, *shape[1:]) if isinstance(made, Rows) and shape else shape
 
 
 def _unfused(config: DecoderConfig) -> list[str]:
@@ -396,6 +406,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 ENCODERS = ("t5encoder",)  # architectures without a decoder
 _OTHER = "use a GGUF file of another model, or its checkpoint with safetensors."
 _DAMAGED = "download the file again, or convert the model again."
+_HEAD_ALONE = "if it is a model's head alone, name it as the draft model, with its method; else download it again."
 
 
 def read_gguf_config(file: GgufFile) -> dict[str, Any]:
@@ -404,6 +415,10 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
     name, family = _family(file)
     for beginning, counted in family.blocks.items():
         _check_layers(file, beginning, facts.read(counted, {}))
+    return _read_config(facts, name, family)
+
+
+def _read_config(facts: _Facts, name: str, family: GgufFamily) -> dict[str, Any]:
     scaling = _rope_kind(facts)
     found = {"model_type": name, **_common(facts, family, scaling)}
     facts.check_neutral({**_neutral(found, scaling), **family.neutral}, family.read)
@@ -651,14 +666,19 @@ def _check_layers(file: GgufFile, beginning: str, layers: int) -> None:
 
     beginning: how the names of these layers' tensors begin.
     """
-    block = re.compile(rf"{re.escape(beginning)}\.([0-9]{{1,9}})\.", re.ASCII)
-    numbers = {int(hit[1]) for hit in map(block.match, file.tensors) if hit}
+    numbers = _blocks(file, beginning)
     if len(numbers) != layers or max(numbers) != layers - 1:
         raise ModelError(
             f"{file.path} says that the model has {layers} layers and holds tensors of {len(numbers)} layers"
             f" {beginning}.*",
-            _DAMAGED,
+            _HEAD_ALONE if numbers and 0 not in numbers else _DAMAGED,
         )
+
+
+def _blocks(file: GgufFile, beginning: str) -> set[int]:
+    """Return the numbers in the names of layers' tensors."""
+    block = re.compile(rf"{re.escape(beginning)}\.([0-9]{{1,9}})\.", re.ASCII)
+    return {int(hit[1]) for hit in map(block.match, file.tensors) if hit}
 
 
 def _rope_kind(facts: _Facts) -> str:

@@ -103,6 +103,18 @@ def test_a_template_may_be_given(checkpoints: Checkpoints, llm: LLM, tmp_path: P
     assert shown == answers(llm, HI)[0] + "\n"
 
 
+THINKING = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+
+
+@pytest.mark.parametrize("given", ["enable_thinking=false", '{"enable_thinking": false}'])
+def test_variables_of_the_template_may_be_given(folder: str, llm: LLM, given: str) -> None:
+    flags = ("--chat-template", TEMPLATE + THINKING, "--chat-template-kwargs", given, *FLAGS)
+    (out,) = llm.generate(["u:Hi;a:<think>\n\n</think>\n\n"], PARAMS)
+    assert invoke("chat", folder, *flags, stdin="Hi\n").stdout == f"{out.outputs[0].text}\n"
+    value = json_of("generate", "Hi", folder, "--chat", *flags)
+    assert value["usage"]["prompt_tokens"] == out.num_prompt_tokens
+
+
 def test_a_gguf_file_without_template_is_mended(checkpoints: Checkpoints, tmp_path: Path) -> None:
     file = convert(checkpoints.target, tmp_path / "model.gguf", "F32")
     with pytest.raises(ModelError, match="chat_template.jinja"):
@@ -167,6 +179,9 @@ def test_generate_answers_one_message(llm: LLM, folder: str) -> None:
         (["generate", "Hi", "--system", "S", "--model", "demo"], "", RequestError, "--system needs --chat"),
         (["generate", "Hi", "demo", "--chat-template", "{{ 1 }}"], "", RequestError, "--chat-template needs --chat"),
         (["chat", "demo", "--chat-template", "{% if %}"], "", ConfigError, "not valid"),
+        (["generate", "Hi", "demo", "--chat-template-kwargs", "a=1"], "", RequestError, "kwargs needs --chat"),
+        (["chat", "demo", "--chat-template-kwargs", "thinking"], "", ConfigError, "is not KEY=VALUE"),
+        (["chat", "demo", "--chat-template-kwargs", "tools=1"], "", RequestError, "can't set tools"),
         (["chat", "--url", "http://x", "--chat-template", "{{ 1 }}"], "", ConfigError, "no meaning with --url"),
         (["chat", "--model", "demo", "--n", "2"], "", ConfigError, "--n has no meaning"),
         (

@@ -34,6 +34,46 @@ CHATML = """{{ bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 
+CALLS = """{%- macro shown(content, loud=false) %}{{- content|trim ~ ('!' if loud else '') }}{% endmacro %}
+{%- set ns = namespace(last=messages|length - 1, open=true) %}
+{%- for message in messages[::-1] if ns.open and message.role == 'user' %}
+    {%- if not message.content.startswith('<result>') %}
+        {%- set ns.open = false %}{% set ns.last = messages|length - 1 - loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- set thought = message.reasoning_content if message.reasoning_content is string else
+            message.content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+        {{- '<a>' ~ (thought if loop.index0 > ns.last else '') ~ message.content.split('</think>')[-1] }}
+        {%- for call in message.tool_calls if call.function is defined %}
+            {%- for name, value in call.function.arguments|items %}
+                {{- '<' + name + '>' }}
+                {{- value | tojson | safe if value is mapping or (value is sequence and value is not string)
+                    else value | string }}
+            {%- endfor %}
+        {%- endfor %}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.previtem and loop.previtem.role != 'tool' %}{{ '<u>' }}{% endif %}
+        {{- '<result>' + message.content }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{ '</u>' }}{% endif %}
+    {%- else %}{{ '<u>' ~ shown(message.content, loop.first) }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<a>' + ('<think></think>' if enable_thinking is defined and enable_thinking is false else '<think>') }}
+{%- endif %}"""
+CALL = {
+    "type": "function",
+    "function": {"name": "look", "arguments": {"of": "ü <b>", "deep": {"a": [1, None]}, "n": 3}},
+}
+CALLING = [
+    {"role": "user", "content": " Hi "},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes", "tool_calls": [CALL, CALL]},
+    *({"role": "tool", "content": text} for text in "ab"),
+    {"role": "assistant", "content": "So", "reasoning_content": "r"},
+]
+
 
 def render(source: str, messages: Any = MESSAGES, **variables: Any) -> str:
     return ChatTemplate(source).render(messages, False, **variables)
@@ -50,11 +90,15 @@ def test_a_conversation_is_rendered() -> None:
     assert tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False) == text
 
 
-def test_rendering_equals_transformers() -> None:
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "look", "é": [1]}}]])
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"enable_thinking": True}], ids=str)
+@pytest.mark.parametrize(("source", "messages"), [(CHATML, MESSAGES), (CALLS, MESSAGES), (CALLS, CALLING)])
+def test_rendering_equals_transformers(source: str, messages: Any, variables: dict[str, Any], tools: Any) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    theirs, _ = render_jinja_template([MESSAGES], chat_template=CHATML, bos_token="<s>", eos_token="</s>")
-    assert render(CHATML, bos_token="<s>", eos_token="</s>") == theirs[0]
+    given = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True, **variables}
+    theirs, _ = render_jinja_template([messages], tools=tools, chat_template=source, **given)
+    assert ChatTemplate(source).render(read_messages(messages, source), tools=tools, **given) == theirs[0]
 
 
 def test_the_template_s_own_error_reaches_the_user() -> None:

@@ -127,6 +127,7 @@ def count_modules(folder: HeadFolder, num_layers: int) -> int:
 
 def load(folder: HeadFolder, target: CausalLM, module: int = 0) -> CausalLM:
     """Read a module from its own folder or from the target's. Raises ModelError if there is none."""
+    folder.check_size(text_config(folder.config).get("hidden_size"), target.hidden_size, "hidden states of")
     behind = f"layers.{target.num_layers + module}."
     weights = renamed(folder, lambda name: rename(name, target.num_layers, module))
     if MATRIX not in weights.names():

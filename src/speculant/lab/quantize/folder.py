@@ -1,7 +1,7 @@
 """Writes a quantised model whole or not at all: a GGUF file, or a folder that vLLM and transformers read.
 
 A folder is in the format of compressed-tensors. Matrices of layers become integers in groups of 32 with a scale and a
-zero point ("pack-quantized"). Embeddings, the head, routers, tables of distances, vectors and rows that 32 does not
+zero point ("pack-quantized"). Embeddings, heads, routers, tables of distances, vectors and rows that 32 does not
 divide stay as they are. The whole rounded model is in memory until it is written.
 """
 
@@ -29,7 +29,7 @@ from speculant.models import RoundsWeights, find_backends, open_folder, read_pla
 GROUP = 32
 _BITS = {"int4": 4, "int8": 8}
 _LAYER = re.compile(r".*\b(layers|block)\.[0-9]+\..*\.weight")
-_PLAIN = re.compile(r".*\.(gate|router|relative_attention_bias)\.weight")
+_PLAIN = re.compile(r".*\.(gate|router|relative_attention_bias)\.weight|(model\.)?mtp\..*")  # mtp: a head beside it
 _COPIED = (
     "generation_config.json",
     "tokenizer*",
