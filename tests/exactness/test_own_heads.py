@@ -19,7 +19,7 @@ from speculant.drafting import HeadFolder, method_within
 from speculant.errors import CapacityError, ModelError, PairError, SpeculantError
 from speculant.gguf_file import GgufFile
 from speculant.kernels import usable_sets
-from speculant.lab.quantize import gguf, quantize
+from speculant.lab.quantize import quantize, read_folder
 from speculant.models import CheckpointFiles, load_model
 from tests.commands import json_of
 from tests.drafters import model_of
@@ -262,7 +262,7 @@ def test_a_written_file_has_the_head(target: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("speculant.lab.quantize.gguf.text_entries", lambda *_: {})
     monkeypatch.setattr("speculant.lab.quantize.folder._check", lambda *_: None)
     folder = Path(target)
-    written, decoder = gguf.read_folder(folder), CheckpointFiles.open(folder).decoder
+    written, decoder = read_folder(folder), CheckpointFiles.open(folder).decoder
     expected = converted(behind(load_file(folder / "model.safetensors"), 3), "qwen3_5_text", decoder)
     assert written.tensors.keys() == expected.keys()
     assert all(torch.equal(each.read(), expected[name]) for name, each in written.tensors.items())

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from speculant.errors import ModelError
-from speculant.models import State
-from speculant.models.families.granitemoehybrid import read_config
+from speculant.models import State, read_description as read_config
 from tests.unit.models.families import FULL, LINEAR, MAMBA, SMALL
 
-HYBRID = {**SMALL, **MAMBA, "layer_types": [LINEAR, FULL, LINEAR]}
+HYBRID = {"model_type": "granitemoehybrid", **SMALL, **MAMBA, "layer_types": [LINEAR, FULL, LINEAR]}
 
 
 def state_of(**entries: Any) -> State:
