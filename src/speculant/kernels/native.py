@@ -131,7 +131,7 @@ class Scratch:
         return blocks[-1]
 
 
-VERSION = 25
+VERSION = 26
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 MOST_CONV = 16  # positions that a convolution sees
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
@@ -205,6 +205,8 @@ class Flag(IntFlag):
     AHEAD = 128  # ATTEND: rows see later rows too
     FIXED = 256  # ATTEND: the windows of all rows of a sequence begin at one position
     SOURCE = 512  # ATTEND: rows see the positions of their sequence's source
+    EACH = 2048  # GATE: the input has a number for each row
+    WEIGHTS = 4096  # ROUTE: scores are weights already
 
 
 class Activation(IntEnum):
