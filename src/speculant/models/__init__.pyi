@@ -107,6 +107,7 @@ from .gguf import (
     GgufFamily as GgufFamily,
     Number as Number,
     Truth as Truth,
+    experts_of as experts_of,
     gguf_families as gguf_families,
     gguf_tensors as gguf_tensors,
     gguf_weights as gguf_weights,
