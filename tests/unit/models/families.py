@@ -276,6 +276,15 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
         "rotated": {**MAMBA, "layer_types": [LINEAR, FULL, FULL], "position_embedding_type": "rope", "mamba_expand": 1},
+        "experts": {
+            **MAMBA,
+            **MULTIPLIED,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "layer_types": [LINEAR, FULL, LINEAR],
+            "tie_word_embeddings": True,
+        },
     },
     "qwen3_next": {
         "plain": {**DELTA, **SHARED, "full_attention_interval": 3},

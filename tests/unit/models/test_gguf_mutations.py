@@ -22,7 +22,6 @@ from tests.unit.models.families import (
     FAVOURED,
     FULL,
     LINEAR,
-    MAMBA,
     MULTIPLIED,
     PADDED,
     SHARED,
@@ -45,7 +44,11 @@ OTHERS = {
     "qwen3_5_moe_text": {**DELTA, **SHARED, "num_hidden_layers": 2, "full_attention_interval": 2},
     "qwen3_next": {**DELTA, **SHARED, "num_hidden_layers": 2, "full_attention_interval": 2},
     "lfm2": {**SHORT, "num_hidden_layers": 2, "layer_types": [CONV, FULL]},
-    "granitemoehybrid": {**MAMBA, **MULTIPLIED, "num_hidden_layers": 2, "layer_types": [LINEAR, FULL]},
+    "granitemoehybrid": {
+        **VARIANTS["granitemoehybrid"]["experts"],
+        "num_hidden_layers": 2,
+        "layer_types": [LINEAR, FULL],
+    },
     "lfm2_moe": {**FAVOURED, "num_hidden_layers": 2, "layer_types": [CONV, FULL]},
 }
 EXTREMES = (0, 1, 2, 3, 7, 8, 9, 12, 13, 31, 32, 33, 255, 2**15, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40,
