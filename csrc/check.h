@@ -152,8 +152,10 @@ static void check_op(const SpOp &op, const SpOp *routed, const SpBounds &bounds,
       check_norm(op, op.n, 0, found);
       found.option(op.copy, op.has.copy, numbers, "a smaller copy");
       break;
-    case SP_COPY:
-    case SP_GATE: break;
+    case SP_COPY: break;
+    case SP_GATE:
+      found.array(op.in, op.has.in, op.flags & SP_EACH ? rows : numbers, "a smaller input");
+      return found.array(op.out, op.has.out, numbers, "a smaller output");
     case SP_LINEAR: return check_linear(op, rows, true, found);
     case SP_ROTATE: return check_rotate(op, bounds, found);
     case SP_ATTEND: return check_attend(op, bounds, found);
@@ -161,6 +163,7 @@ static void check_op(const SpOp &op, const SpOp *routed, const SpBounds &bounds,
     case SP_RECUR: return check_recur(op, bounds, found);
     case SP_ROUTE:
       found.need(op.used >= 1 && op.used <= op.n && op.n <= MOST_EXPERTS, "experts out of range");
+      found.option(op.bias, op.has.bias, op.n, "a shorter bias");
       return found.array(op.in, op.has.in, numbers, "fewer scores");
     case SP_EXPERTS:
     case SP_COMBINE: return check_experts(op, routed, rows, found);

@@ -35,31 +35,41 @@ struct Routing {
 
 static inline float exp_of(float x) { return first_lane(exp(splat(x))); }
 
-// The largest of n numbers that is not taken, the first among equals. It exists, whatever the numbers are.
-static inline int64_t largest(const float *x, int64_t n, const uint64_t *taken) {
+// The largest of n sums that is not taken, the first among equals; bias NULL = all 0. It exists, whatever the numbers are.
+static inline int64_t largest(const float *x, const float *bias, int64_t n, const uint64_t *taken) {
   int64_t best = -1;
-  for (int64_t i = 0; i < n; i++)
-    if (!(taken[i / 64] >> i % 64 & 1) && (best < 0 || x[i] > x[best])) best = i;
+  float most = 0.0f;
+  for (int64_t i = 0; i < n; i++) {
+    const float own = bias ? x[i] + bias[i] : x[i];
+    if (!(taken[i / 64] >> i % 64 & 1) && (best < 0 || own > most)) best = i, most = own;
+  }
   return best;
+}
+
+// Compute the weights of a row's experts from its scores.
+static inline void weigh(const SpOp &op, const float *x, const int32_t *experts, float *weights) {
+  const bool plain = op.flags & SP_WEIGHTS, renormalised = op.flags & SP_RENORMALISE;
+  const float most = x[experts[0]];
+  float sum = plain ? renormalised ? 1e-6f : 1.0f : 0.0f;
+  for (int64_t j = 0; j < op.used; j++) weights[j] = plain ? x[experts[j]] : exp_of(x[experts[j]] - most);
+  if (renormalised)
+    for (int64_t j = 0; j < op.used; j++) sum += weights[j];
+  else
+    for (int64_t i = 0; !plain && i < op.n; i++) sum += exp_of(x[i] - most);
+  for (int64_t j = 0; j < op.used; j++) weights[j] /= sum;
+  for (int64_t j = 0; factor_of(op) != 1.0f && j < op.used; j++) weights[j] *= factor_of(op);
 }
 
 // Select the experts of row t, and compute their weights.
 static void route_row(const SpOp &op, Routing &routing, int64_t t) {
   const float *x = op.in + t * op.n;
   int32_t *experts = routing.experts.items + t * op.used;
-  float *weights = routing.weights.items + t * op.used, sum = 0.0f;
   uint64_t taken[MOST_EXPERTS / 64] = {0};
   for (int64_t j = 0; j < op.used; j++) {
-    const int64_t expert = largest(x, op.n, taken);
+    const int64_t expert = largest(x, op.bias, op.n, taken);
     taken[expert / 64] |= (uint64_t)1 << expert % 64, experts[j] = (int32_t)expert;
   }
-  const float most = x[experts[0]];
-  for (int64_t j = 0; j < op.used; j++) weights[j] = exp_of(x[experts[j]] - most);
-  if (op.flags & SP_RENORMALISE)
-    for (int64_t j = 0; j < op.used; j++) sum += weights[j];
-  else
-    for (int64_t i = 0; i < op.n; i++) sum += exp_of(x[i] - most);
-  for (int64_t j = 0; j < op.used; j++) weights[j] /= sum;
+  weigh(op, x, experts, routing.weights.items + t * op.used);
 }
 
 static inline void add_pairs_of(int64_t expert, int64_t first, int64_t end, int64_t most, List<Pairs> &list) {

@@ -59,12 +59,13 @@ static void run_copy(const SpOp &op, int64_t t) {
 }
 
 static void run_gate(const SpOp &op, int64_t t) {
-  const float *gate = op.in + t * op.n;
+  const bool each = op.flags & SP_EACH;
+  const float *gate = op.in + t * (each ? 1 : op.n);
   float *out = op.out + t * op.n;
   int64_t i = 0;
-  for (; i + LANES <= op.n; i += LANES) store(out + i, gated_of(op, load(gate + i), load(out + i)));
+  for (; i + LANES <= op.n; i += LANES) store(out + i, gated_of(op, each ? splat(*gate) : load(gate + i), load(out + i)));
   if (i == op.n) return;
-  store_part(out + i, gated_of(op, load_part(gate + i, op.n - i), load_part(out + i, op.n - i)), op.n - i);
+  store_part(out + i, gated_of(op, each ? splat(*gate) : load_part(gate + i, op.n - i), load_part(out + i, op.n - i)), op.n - i);
 }
 
 static inline NormVectors vectors_of(const SpOp &op) { return {op.scale, op.bias, (op.flags & SP_CENTRED) != 0, op.eps}; }

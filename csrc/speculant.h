@@ -37,7 +37,8 @@ enum SpCode {
                       cap(factor * query key) + the number of the distance from the row to the key */
   SP_COPY = 5,     /* out[T, n] = factor * in[T, n] */
   SP_GATE = 6,     /* out[T, n] = activation(in[T, n]) * out[T, n], with the bits of SP_GATED */
-  SP_ROUTE = 7,    /* in[T, n] = scores of n experts; select the `used` largest of each row. The operations below use the selection: */
+  SP_ROUTE = 7,    /* in[T, n] = scores of n experts; select the `used` largest of each row after `bias` is added, and multiply their weights
+                      by `factor`. The operations below use the selection: */
   SP_EXPERTS = 8,  /* out[pairs, n] = in weight^T + bias, by the matrix of each pair's expert: see csrc/experts.h */
   SP_COMBINE = 9,  /* out[T, n] (+)= factor * the weighted sum of each row's pairs in[pairs, n] */
   SP_CONVOLVE = 10, /* out[T, n] = activation(the sum over j of scale[j, n] * the column of the position window - 1 - j before + bias[n]),
@@ -54,12 +55,14 @@ enum SpFlag {
   SP_CENTRED = 4,  /* norms: the mean is subtracted first */
   SP_ALL_HEADS = 8, /* SP_ROTATE: one norm of all queries together, and one of all keys, instead of one for each head */
   SP_GATHER = 16,  /* SP_EXPERTS: `in` has the rows of the pass, [T, k], instead of a row for each pair */
-  SP_RENORMALISE = 32, /* SP_ROUTE: weights are a softmax of the selected scores, instead of all scores */
+  SP_RENORMALISE = 32, /* SP_ROUTE: weights are a softmax of the selected scores, instead of all scores; see SP_WEIGHTS */
   SP_TOKENS = 64,  /* SP_EMBED: look all tokens up, also those of rows that have inputs */
   SP_AHEAD = 128,  /* SP_ATTEND: a row also sees the later rows of its sequence in the pass, which are one chain */
   SP_FIXED = 256,  /* SP_ATTEND: the window of each row begins where that of its sequence's first row in the pass begins */
   SP_SOURCE = 512, /* SP_ATTEND: a row sees all positions of its sequence's source and nothing else; without a window */
   SP_SCAN = 1024,  /* SP_RECUR: Mamba 2 in place of a gated delta rule */
+  SP_EACH = 2048,  /* SP_GATE: `in` has a number for each row, [T] */
+  SP_WEIGHTS = 4096, /* SP_ROUTE: scores are weights already; with SP_RENORMALISE they are divided by 1e-6 + the sum of the selected ones */
 };
 
 enum SpActivation {
@@ -86,7 +89,7 @@ typedef struct {
   const void *weight;        /* packed by sp_pack; SP_EXPERTS: the addresses of the experts' matrices */
   const float *scale;        /* SP_NORM: n; SP_ROTATE: the queries' norm, dim (heads dim with SP_ALL_HEADS), or NULL; SP_CONVOLVE:
                                 [window, n]; SP_RECUR: the norm of each head's result, dim (heads dim with SP_SCAN), or NULL */
-  const float *bias;         /* SP_LINEAR: n (SP_GATED: [2, n], gate and up); SP_EXPERTS: the same by expert; SP_NORM, SP_CONVOLVE: n;
+  const float *bias;         /* SP_LINEAR: n (SP_GATED: [2, n], gate and up); SP_EXPERTS: the same by expert; SP_NORM, SP_CONVOLVE, SP_ROUTE: n;
                                 SP_ROTATE: of the queries' norm; or NULL. SP_RECUR with SP_SCAN: factors D of values, [heads] */
   const float *key_scale, *key_bias; /* SP_ROTATE: the keys' norm, dim (kv_heads dim with SP_ALL_HEADS); or NULL. SP_RECUR: rates and their bias, [heads] */
   const float *in;

@@ -10,6 +10,7 @@ from speculant.models import (
     DistanceBias,
     Embedding,
     Encoder,
+    Experts,
     Head,
     Layer,
     Mlp,
@@ -23,6 +24,8 @@ SMALL: dict[str, Any] = {
     "max_positions": 2048, "windows": (None, None), "qk_norm": False, "qkv_bias": False, "output_bias": False,
     "mlp_bias": False, "tie_embeddings": False, "head_tokens": (), "experts": None,
 }  # fmt: skip
+
+SHARED = Experts(5, 2, 24, sigmoid=True, favours=True, factor=1.5, shared=Mlp(40), shared_gate=True)
 
 
 def describe(**changes: Any) -> DecoderConfig:

@@ -26,16 +26,9 @@ SMALL_BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4")  # of
 LARGE_BLOCKS = ("Q4_K", "Q5_K", "Q6_K")  # of 256
 DECODED = ("Q2_K", "Q3_K", "IQ4_XS", "TQ2_0")  # no kernel computes with these
 ZERO = "\u0100"  # the byte 0 in byte-level tokens
-PAIRED = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "smollm3",
-    "granite",
-    "granitemoehybrid",
-    "ministral3",
-)  # in the files, but not in checkpoints
-SHIFTED = ("gemma2", "gemma3_text", "qwen3_5_text")  # norms, to which 1 is added
+PAIRED = ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoehybrid", "ministral3")  # in the files alone
+TILED = ("qwen3_5_text", "qwen3_5_moe_text")  # heads of values
+SHIFTED = ("gemma2", "gemma3_text", *TILED, "qwen3_next")  # norms, to which 1 is added
 SQUEEZED = ("conv1d.weight", "conv.conv.weight")  # of dimensions of 1
 FLOAT = re.compile(r"ffn_gate_inp|ssm_conv1d|shortconv.conv|ssm_[ad]$|ssm_norm")  # matrices that are not rounded
 COLUMNS = ("mamba.A_log", "mamba.D")  # vectors that are a column of a matrix in files
@@ -108,6 +101,8 @@ def stored_names(names: Iterable[str], family: str) -> dict[str, list[str]]:
     for name in sorted(names, key=lambda name: [(int(part), "") if part.isdigit() else (0, part)
                                                 for part in name.split(".")]):  # fmt: skip
         usual = EXPERT.sub("experts.", name).replace(".dt_bias", ".dt_proj.bias")
+        usual = usual.replace(".expert_bias", ".expert_bias.bias")
+        usual = re.sub(r"^model\.(?=.*feed_forward\.experts)", "", usual)
         stored = next((each for of in (known, of_heads) if (each := of.get_name(usual, (".weight", ".bias")))), None)
         stored = "output.weight" if name == "lm_head.weight" else stored  # which not all architectures have
         assert stored is not None, name
@@ -119,32 +114,77 @@ def divided(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors of Granite 4 with gate and up apart, under the usual names; others as they are."""
     found = dict[str, torch.Tensor]()
     for name, tensor in tensors.items():
-        if "shared_mlp.input_linear" in name:
-            for part, own in zip(("gate", "up"), tensor.chunk(2), strict=True):
-                found[name.replace("shared_mlp.input_linear", f"mlp.{part}_proj")] = own
+        usual = _usual(name, tensors)
+        if "input_linear" in usual:
+            for part, own in zip(("gate_proj", "up_proj"), tensor.chunk(2, -2), strict=True):
+                found[usual.replace("input_linear", part)] = own
         else:
-            found[name.replace("shared_mlp.output_linear", "mlp.down_proj")] = tensor
+            found[usual] = tensor
     return found
 
 
-def _joined(tensors: Mapping[str, torch.Tensor], stored: Iterable[str]) -> dict[str, torch.Tensor]:
+def _usual(name: str, tensors: Iterable[str]) -> str:
+    """Return Granite's name of a tensor, with the usual name of the block that it belongs to."""
+    block = "mlp.shared_expert." if any("block_sparse_moe" in each for each in tensors) else "mlp."
+    name = re.sub(r"block_sparse_moe.input_linear.*", "mlp.experts.input_linear.weight", name)
+    return re.sub(r"shared_mlp\.", block, name).replace("output_linear", "down_proj") if "shared" in name else name
+
+
+def _undivided(tensors: Mapping[str, torch.Tensor], stored: Iterable[str]) -> dict[str, torch.Tensor]:
     """Return tensors under a checkpoint's names, from those of `divided`."""
     found = dict[str, torch.Tensor]()
     for name in stored:
-        usual = name.replace("shared_mlp.output_linear", "mlp.down_proj")
-        parts = [name.replace("shared_mlp.input_linear", f"mlp.{part}_proj") for part in ("gate", "up")]
-        found[name] = tensors[usual] if parts[0] == name else torch.cat([tensors[part] for part in parts])
+        usual = _usual(name, stored)
+        parts = [usual.replace("input_linear", part) for part in ("gate_proj", "up_proj")]
+        found[name] = tensors[usual] if usual in parts else torch.cat([tensors[part] for part in parts], -2)
     return found
 
 
 def converted(tensors: Mapping[str, torch.Tensor], family: str, of: DecoderConfig) -> dict[str, torch.Tensor]:
     """Return a checkpoint's tensors as the file has them."""
-    tensors = divided(tensors)
+    tensors = divided(_parted(tensors, of))
     return {
         stored: torch.stack(parts) if len(parts) > 1 else parts[0]
         for stored, own in stored_names(tensors, family).items()
         if (parts := [_stored(name, tensors[name], family, of) for name in own])
     }
+
+
+def _parted(tensors: Mapping[str, torch.Tensor], of: DecoderConfig) -> dict[str, torch.Tensor]:
+    """Return the tensors without those that hold several: gates and ups of all experts, and Qwen3-Next's projections.
+
+    These become q, k and v of all keys one after the other, and z.
+    """
+    found = dict(tensors)
+    for name in [name for name in tensors if name.endswith("experts.gate_up_proj")]:
+        halves = found.pop(name).chunk(2, dim=1)
+        found |= {
+            name.replace("gate_up", part) + ".weight": each for part, each in zip(("gate", "up"), halves, strict=True)
+        }
+        down = name.replace("gate_up", "down")
+        found[f"{down}.weight"] = found.pop(down)
+    for name in [name for name in tensors if "in_proj_qkvz" in name]:
+        parts = [each.flatten(0, 1) for each in _of_keys(found.pop(name), of)]
+        found[name.replace("qkvz", "qkv")], found[name.replace("qkvz", "z")] = torch.cat(parts[:3]), parts[3]
+    return found
+
+
+def _of_keys(both: torch.Tensor, of: DecoderConfig) -> tuple[torch.Tensor, ...]:
+    """Return q, k, v and z [key_heads, rows, hidden]."""
+    state = next(filter(None, of.states))
+    values = state.heads // state.key_heads * state.head_dim
+    sizes = [state.key_dim, state.key_dim, values, values]
+    return both.view(state.key_heads, sum(sizes), -1).split(sizes, dim=1)
+
+
+def _joined(tensors: dict[str, torch.Tensor], of: DecoderConfig) -> dict[str, torch.Tensor]:
+    """Return the tensors of `_parted` as the checkpoint has them."""
+    for name in [name for name in tensors if name.endswith("in_proj_z.weight")]:
+        both = torch.cat((tensors.pop(name.replace("in_proj_z", "in_proj_qkv")), tensors.pop(name)))
+        parts, places = torch.empty_like(both), _of_keys(torch.arange(len(both)), of)
+        parts[torch.cat([each.flatten() for each in places])] = both
+        tensors[name.replace("in_proj_z", "in_proj_qkvz")] = parts
+    return tensors
 
 
 def _stored(name: str, tensor: torch.Tensor, family: str, of: DecoderConfig) -> torch.Tensor:
@@ -189,7 +229,7 @@ def _moved(name: str, shape: torch.Size, family: str, of: DecoderConfig) -> tupl
         return 0, torch.arange(rows).view(heads, 2, -1).transpose(1, 2).reshape(-1)
     if family == "gpt_neox" and "query_key_value" in name:  # queries of all heads first, then keys, then values
         return 0, torch.arange(rows).view(attention.heads, 3, -1).transpose(0, 1).reshape(-1)
-    if family == "qwen3_5_text" and ".linear_attn." in name and "linear_attn.norm" not in name:
+    if family in TILED and ".linear_attn." in name and "linear_attn.norm" not in name:
         return _tiled(name, shape, of)
     return None
 
@@ -216,18 +256,20 @@ def decoded(path: Path, folder: Path | str, out: Path) -> Path:
     shutil.copytree(folder, out)
     config = json.loads((out / "config.json").read_text())
     family, of = config["model_type"], CheckpointFiles.open(Path(folder)).decoder
-    checkpoint = load_file(out / "model.safetensors")
-    names = stored_names(divided(checkpoint), family)
+    own = load_file(out / "model.safetensors")
+    parted = divided(_parted(own, of))
+    names = stored_names(parted, family)
     tensors: dict[str, torch.Tensor] = {}
     first, _, rest = path.name.partition("-00001-of-")
     for part in sorted(path.parent.glob(f"{first}-*-of-{rest}")) if rest else [path]:
         for each in GGUFReader(part).tensors:
             values = torch.from_numpy(dequantize(each.data, each.tensor_type).copy())
             values = values.view(*map(int, each.shape[::-1]))
-            own = names.get(each.name, [])  # factors of rotary positions are in config.json
-            for name, one in zip(own, [values] if len(own) == 1 else values, strict=True):
+            found = names.get(each.name, [])  # factors of rotary positions are in config.json
+            for name, one in zip(found, [values] if len(found) == 1 else values, strict=True):
                 tensors[name] = loaded(name, one, family, of)
-    tensors = _joined(tensors, checkpoint)
+    tensors = tensors if parted.keys() == own.keys() else _joined(tensors, of)
+    tensors = _undivided(tensors, own)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "model.safetensors")
     return out
 

@@ -108,6 +108,8 @@ def parts_of_layer(layer: Layer) -> Iterator[str]:
         "parallel blocks": layer.parallel,
         "multipliers": layer.residual_scale != 1,
         "experts": isinstance(layer.mlp, Experts),
+        "shared experts": getattr(layer.mlp, "shared", None),
+        "sigmoid routing": getattr(layer.mlp, "sigmoid", False),
         "ungated MLP": not getattr(layer.mlp, "gated", True),
         "layers without RoPE": of.rope is None,
         "partial RoPE": of.rope and of.rotated < of.head_dim,

@@ -15,7 +15,7 @@ from speculant.models import DecoderConfig, EncoderProgram, Experts, NativeDecod
 from speculant.models.families import gemma4_text
 from tests.contracts.test_native_descriptions import make_models, random_description
 from tests.contracts.test_native_state_models import describe as random_states
-from tests.descriptions import BART, describe, describe_pair
+from tests.descriptions import BART, SHARED, describe, describe_pair
 from tests.native import SETS, needs_kernels
 from tests.unit.models.families import SMALL, VARIANTS
 
@@ -25,6 +25,7 @@ DESCRIPTIONS = {
     "random": random_description(3),
     "other": random_description(8),
     "experts": describe(experts=Experts(4, 2, 24, bias=True)),
+    "shared": describe(experts=SHARED),
     "pair": describe_pair(),
     "bart": describe_pair(**BART),
     "states": random_states(7),
@@ -71,7 +72,7 @@ def test_a_program_with_any_shorter_array_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["n", "k", "layer", "group", "rope", "rotated", "dim", "kv_heads", "heads", "used"])
-@pytest.mark.parametrize("name", ["random", "experts", "inputs", "states"])
+@pytest.mark.parametrize("name", ["random", "experts", "shared", "inputs", "states"])
 def test_a_program_with_a_larger_size_is_refused(name: str, field: str) -> None:
     model = native(DESCRIPTIONS[name])
     changed = 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speculant.kernels import Activation, Code, Flag, Kernels, Op, Pass, Type, Weight
-from speculant.models import linear, make_op
+from speculant.models import gating, linear, make_op
 from tests.native import SETS, needs_kernels, on, random, rows_of
 
 pytestmark = needs_kernels
@@ -108,6 +108,34 @@ def test_results_are_weighted_by_a_softmax(isa: str, flags: Flag) -> None:
     last = make_op(Code.COMBINE, n=width, source=own, out=alone, used=USED, flags=Flag.ADD, factor=0.5)
     run(kernels, 1, routed(scores[7:8], flags), last)
     assert torch.equal(alone[0], out[7]), "a row's bits depend on the other rows"
+
+
+@pytest.mark.parametrize("flags", [Flag.WEIGHTS, Flag.WEIGHTS | Flag.RENORMALISE])
+@pytest.mark.parametrize("isa", SETS)
+def test_favoured_experts_are_used_with_their_own_weights(isa: str, flags: Flag) -> None:
+    torch.manual_seed(0)
+    scores, bias, out = torch.rand(33, COUNT), torch.randn(COUNT), torch.zeros(33, 5)
+    used = (scores + bias).sort(dim=1, descending=True, stable=True).indices[:, :USED]
+    weights = scores.gather(1, used)
+    weights = weights / (weights.sum(1, keepdim=True) + 1e-6) if flags & Flag.RENORMALISE else weights
+    results = torch.randn(33 * USED, 5)
+    combined = make_op(Code.COMBINE, n=5, source=results, out=out, used=USED)
+    route = make_op(Code.ROUTE, n=COUNT, source=scores, used=USED, flags=flags, bias=bias, factor=1.5)
+    run(on(isa), 33, route, combined)
+    expected = torch.zeros(33, 5)
+    for place, (row, expert) in enumerate(pairs_of(scores + bias)):
+        expected[row] += 1.5 * weights[row, used[row] == expert] * results[place]
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 100])
+@pytest.mark.parametrize("isa", SETS)
+def test_a_row_is_gated_by_one_number(isa: str, n: int) -> None:
+    torch.manual_seed(0)
+    gates, x = torch.randn(9), torch.randn(9, n)
+    out = x.clone()
+    run(on(isa), 9, gating(gates[:, None], out, n, Activation.SIGMOID, Flag.EACH))
+    torch.testing.assert_close(out, x * gates[:, None].sigmoid())
 
 
 @pytest.mark.parametrize("isa", SETS)

@@ -114,9 +114,10 @@ def test_gradients_reach_every_parameter(model: Decoder) -> None:
     model.requires_grad_()
     (last,) = states_of_layers(model, torch.tensor([random_tokens(LENGTH)]), [model.num_layers + 1])
     own = dict(model.model.named_parameters())
-    gradients = torch.autograd.grad(last.square().sum(), list(own.values()))
-    without = {name for name, each in zip(own, gradients, strict=True) if not each.abs().sum() > 0}
-    assert without == {f"{name}.router.weight" for name in _constant_routers(model)}
+    gradients = torch.autograd.grad(last.square().sum(), list(own.values()), allow_unused=True)
+    without = {name for name, each in zip(own, gradients, strict=True) if each is None or not each.abs().sum() > 0}
+    favours = {name for name in own if name.endswith("expert_bias")}  # they select experts, and do nothing else
+    assert without == {f"{name}.router.weight" for name in _constant_routers(model)} | favours
 
 
 def _constant_routers(model: Decoder) -> list[str]:
@@ -152,7 +153,10 @@ def test_objectives_are_those_of_the_model_s_logits(model: Decoder, progress: fl
     for objective, plain in expected.items():
         loss = objective.loss(draft, windows, progress)
         torch.testing.assert_close(loss, plain, **CLOSE)
-        made, own = (torch.autograd.grad(each, list(draft.parameters()), retain_graph=True) for each in (loss, plain))
+        made, own = (
+            torch.autograd.grad(each, list(draft.parameters()), retain_graph=True, allow_unused=True)
+            for each in (loss, plain)
+        )
         for one, other in zip(made, own, strict=True):
             torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
 

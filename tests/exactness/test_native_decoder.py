@@ -13,7 +13,7 @@ from speculant.errors import ModelError
 from speculant.kernels import Kernels
 from speculant.models import ROUNDINGS, Clamped, Decoder, Experts, NativeDecoder, Rounding, SequenceInput, build_batch
 from speculant.types import DraftTree
-from tests.descriptions import describe
+from tests.descriptions import SHARED, describe
 from tests.native import SETS, needs_kernels, on
 from tests.stored_weights import ModuleWeights
 
@@ -27,6 +27,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "windowed": {"windows": (None, 100)},
     "tied": {"tie_embeddings": True, "num_kv_heads": 4},
     "experts": {"experts": Experts(6, 3, 40)},
+    "shared expert": {"experts": SHARED},
     "clamped experts": {"experts": Experts(5, 2, 24, renormalise=False, bias=True, clamped=Clamped(1.7, 0.9))},
     "odd": {"hidden_size": 36, "intermediate_size": 50, "vocab_size": 101, "head_dim": 6},
 }

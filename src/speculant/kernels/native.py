@@ -131,7 +131,7 @@ class Scratch:
         return blocks[-1]
 
 
-VERSION = 25
+VERSION = 26
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 MOST_CONV = 16  # positions that a convolution sees
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
@@ -206,6 +206,8 @@ class Flag(IntFlag):
     FIXED = 256  # ATTEND: the windows of all rows of a sequence begin at one position
     SOURCE = 512  # ATTEND: rows see the positions of their sequence's source
     SCAN = 1024  # RECUR: Mamba 2
+    EACH = 2048  # GATE: the input has a number for each row
+    WEIGHTS = 4096  # ROUTE: scores are weights already
 
 
 class Activation(IntEnum):

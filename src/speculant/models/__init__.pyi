@@ -107,6 +107,7 @@ from .gguf import (
     GgufFamily as GgufFamily,
     Number as Number,
     Truth as Truth,
+    experts_of as experts_of,
     gguf_families as gguf_families,
     gguf_head as gguf_head,
     gguf_tensors as gguf_tensors,

@@ -73,14 +73,14 @@ def listed(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
     return separator.join(names[:most]) + more
 
 
-def count(hf: Mapping[str, Any], key: str, default: int | None = None, most: int = MOST) -> int:
-    """Return a whole number from 1 to `most`; `default` replaces an absent or null entry."""
+def count(hf: Mapping[str, Any], key: str, default: int | None = None, most: int = MOST, least: int = 1) -> int:
+    """Return a whole number from `least` to `most`; `default` replaces an absent or null entry."""
     value = hf.get(key)
     value = default if value is None else value
     if value is None:
         raise ModelError(f"config.json has no {key!r}", "the checkpoint is incomplete; download it again.")
-    if not is_whole(value) or not 1 <= value <= most:
-        raise _wrong(key, value, f"a positive whole number up to {most}")
+    if not is_whole(value) or not least <= value <= most:
+        raise _wrong(key, value, f"a {'positive ' if least else ''}whole number up to {most}")
     return int(value)
 
 

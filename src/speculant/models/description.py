@@ -241,6 +241,11 @@ def _upright(made: Expression) -> Expression:
     return _upright(made.of) if isinstance(made, Transposed) else replace(made, of=_upright(made.of))
 
 
+def _stacks(made: Expression) -> bool:
+    """Whether an expression reads one of several stacked tensors."""
+    return not isinstance(made, str) and (isinstance(made, Stacked) or _stacks(made.of))
+
+
 @dataclass(frozen=True)
 class TensorMap:
     """Where the files hold a model's tensors.
@@ -272,6 +277,11 @@ class TensorMap:
         """Return the map for files in which these stored matrices are not transposed."""
         are_transposed = any(_upright(made) != made for _, made in self.names)
         return replace(self, upright_names=tuple(sorted(stored)) if are_transposed else ())
+
+    def unstacked(self, stored: Iterable[str]) -> TensorMap:
+        """Return the map for files in which tensors of a stack may be apart, under the model's names."""
+        apart = {_NUMBER.sub("{}", name) for name in stored}
+        return replace(self, names=tuple(each for each in self.names if each[0] not in apart or not _stacks(each[1])))
 
     def stored(self, name: str) -> str:
         """Return the files' name of a tensor."""
@@ -615,6 +625,11 @@ class Experts:
     equal scores, the lowest indices win. Weights are a softmax of the scores, in float32, over all experts or, with
     `renormalise`, over the used ones. size: the width of one expert. bias: all matrices have one, the router's
     included. clamped: the gated activation that replaces activation(gate) * up; None = it is not replaced.
+
+    sigmoid: weights are sigmoids of the scores in place of a softmax; with `renormalise` they are divided by their
+    sum + 1e-6. favours: with `sigmoid`, a stored number for each expert is added to its weight, to select experts and
+    for nothing else. factor: of all weights. shared: a block that each row uses besides, whose result is added.
+    shared_gate: that result is multiplied by the sigmoid of a number, which is a projection of the input.
     """
 
     count: int
@@ -624,6 +639,11 @@ class Experts:
     activation: str = "silu"
     bias: bool = False
     clamped: Clamped | None = None
+    sigmoid: bool = False
+    favours: bool = False
+    factor: float = 1.0
+    shared: Mlp | None = None
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
         if self.used > self.count:
@@ -790,6 +810,7 @@ class DecoderConfig:
     def _check_sizes(self) -> None:
         """Refuse matrices whose sizes could overflow, before their files are opened."""
         widths = [sum(layer.state.projections.values()) for layer in self.layers if layer.state]
+        widths += [of.mlp.shared.size for of in self.layers if isinstance(of.mlp, Experts) and of.mlp.shared]
         inner = max(
             *(layer.mlp.size for layer in self.every_layer), *(of.fused_size for of in self.attentions), *widths
         )

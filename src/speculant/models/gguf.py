@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -38,7 +39,17 @@ from speculant.models.description import (
     map_modules,
     stored_name,
 )
-from speculant.models.sizes import AFTER_ATTENTION, AFTER_MLP, BEFORE_ATTENTION, BEFORE_MLP, EXPERT, LAYER, layer_norms
+from speculant.models.sizes import (
+    AFTER_ATTENTION,
+    AFTER_MLP,
+    BEFORE_ATTENTION,
+    BEFORE_MLP,
+    EXPERT,
+    LAYER,
+    SHARED,
+    SHARED_GATE,
+    layer_norms,
+)
 from speculant.models.weights.source import Mapped, StoredWeights, map_tensor
 
 GGUF_TABLE, GGUF_HEAD = "token_embd.weight", "output.weight"
@@ -69,6 +80,13 @@ PARTS: Mapping[str, str] = {  # of a layer
     AFTER_MLP: "post_ffw_norm",
 }
 EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}  # stacked
+ROW = "ffn_gate_inp_shexp"  # a matrix of one row, which some files have as a vector
+SHARED_EXPERT = {
+    f"{SHARED}gate_proj": "ffn_gate_shexp",
+    f"{SHARED}up_proj": "ffn_up_shexp",
+    f"{SHARED}down_proj": "ffn_down_shexp",
+    SHARED_GATE.removesuffix(".weight"): ROW,
+}
 FUSED_QKV = "attn_qkv"  # queries, keys and values
 OF_HEADS = (*PARTS.keys() - {AFTER_ATTENTION, "mlp.router", AFTER_MLP},)  # of a layer of a head
 
@@ -95,12 +113,14 @@ class Number:
 class Count:
     """A metadata entry that is a whole number of at least 1.
 
-    default: its value if it is absent, or the entry that replaces it. of: see `GgufFamily.written`.
+    default: its value if it is absent, or the entry that replaces it. of: see `GgufFamily.written`. least: the least
+    value.
     """
 
     key: str
     default: str | int | None = None
     of: FromDescription | None = field(default=None, compare=False)
+    least: int = 1
 
 
 @dataclass(frozen=True)
@@ -174,8 +194,8 @@ class GgufFamily:
 
     config: other keys that `read_config` reads, each with its metadata entry, or a function of the config so far; "a.b"
     is the key b of the object a. neutral: entries that `read_config` does not read, and that change the arithmetic
-    unless they have one of these values. stateless: the family whose files hold models of this one that have no state;
-    None = this one.
+    unless they have one of these values. fixed: entries that have one value in all files of the family. stateless: the
+    family whose files hold models of this one that have no state; None = this one.
     """
 
     architecture: str
@@ -190,6 +210,7 @@ class GgufFamily:
     tensors: TensorMap | Callable[[DecoderConfig], TensorMap] = SAME_NAMES
     config: Mapping[str, Wanted] = field(default_factory=dict)
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     stateless: GgufFamily | None = None
 
     def of(self, decoder: DecoderConfig) -> GgufFamily:
@@ -214,7 +235,7 @@ class GgufFamily:
         entries are common to all families.
         """
         own = [each for each in self.config.values() if isinstance(each, _WRITTEN) and each.of]
-        found = {each.key: each.of(decoder) for each in own if each.of}
+        found = {**self.fixed, **{each.key: each.of(decoder) for each in own if each.of}}
         if self.windows and self.windows.size and not decoder.windows:
             found["attention.sliding_window_pattern"] = 1  # readers take a window for granted
         if heads and self.behind:
@@ -223,9 +244,15 @@ class GgufFamily:
         return {key: value for key, value in found.items() if value is not None}
 
 
-def renormalised(decoder: DecoderConfig) -> bool | None:
-    """Return whether the weights of a row's experts sum up to 1; None = there are no experts."""
-    return next((layer.mlp.renormalise for layer in decoder.layers if isinstance(layer.mlp, Experts)), None)
+def experts_of(decoder: DecoderConfig) -> Experts | None:
+    """Return the experts of the first layer that has any."""
+    return next((layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Experts)), None)
+
+
+def of_experts(field: str) -> FromDescription:
+    """Return what reads a field of the experts, or a field of that one ("a.b"); None = there are no experts."""
+    read = attrgetter(field)
+    return lambda decoder: None if (of := experts_of(decoder)) is None else read(of)
 
 
 def of_state(field: str) -> FromDescription:
@@ -240,7 +267,7 @@ def gguf_tensors(config: DecoderConfig, family: GgufFamily, stored: Collection[s
     """
     stored = _unfused(config) if stored is None else stored
     of = config.attention
-    layer: dict[str, Expression] = {**PARTS, **_fused(config, stored), **_stacked(config)}
+    layer: dict[str, Expression] = {**PARTS, **_fused(config, stored), **_stacked(config, stored)}
     if family.paired:
         layer |= {own: Unpaired(layer[own], heads) for own, heads in ((QUERIES, of.heads), (KEYS, of.kv_heads))}
     own_names = family.tensors(config) if callable(family.tensors) else family.tensors
@@ -328,12 +355,17 @@ def _fused(config: DecoderConfig, stored: Collection[str]) -> dict[str, Rows]:
     return found
 
 
-def _stacked(config: DecoderConfig) -> dict[str, Stacked]:
-    """Return the matrices of experts."""
-    mlp = config.layers[-1].mlp
-    if isinstance(mlp, Mlp):
+def _stacked(config: DecoderConfig, stored: Collection[str]) -> dict[str, Expression]:
+    """Return the parts of blocks with experts. A file may have gate and up of all experts in one tensor."""
+    of = experts_of(config)
+    if of is None:
         return {}
-    return {f"{EXPERT}{{}}.{own}": Stacked(stored, mlp.count) for own, stored in EXPERTS.items()}
+    both, first = "ffn_gate_up_exps", next(index for index, layer in enumerate(config.layers) if layer.mlp == of)
+    made: dict[str, Expression] = {own: Stacked(name, of.count) for own, name in EXPERTS.items()}
+    if f"{BLOCK}{both}.weight".format(first) in stored:
+        halves = {"gate_proj": 0, "up_proj": of.size}
+        made |= {own: Rows(Stacked(both, of.count), at, of.size, 2 * of.size) for own, at in halves.items()}
+    return {**SHARED_EXPERT, **{f"{EXPERT}{{}}.{own}": each for own, each in made.items()}}
 
 
 def _consecutive(fused: Expression, sizes: Mapping[str, int]) -> dict[str, Rows]:
@@ -421,7 +453,8 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
 def _read_config(facts: _Facts, name: str, family: GgufFamily) -> dict[str, Any]:
     scaling = _rope_kind(facts)
     found = {"model_type": name, **_common(facts, family, scaling)}
-    facts.check_neutral({**_neutral(found, scaling), **family.neutral}, family.read)
+    fixed = {key: (value,) for key, value in family.fixed.items()}
+    facts.check_neutral({**_neutral(found, scaling), **family.neutral, **fixed}, family.read)
     for path, value in family.config.items():
         outer, _, key = path.rpartition(".")
         into = found[outer] if outer else found
@@ -447,7 +480,7 @@ def _common(facts: _Facts, family: GgufFamily, scaling: str) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": keys,
         "head_dim": head_dim,
-        "intermediate_size": facts.count("feed_forward_length"),
+        "intermediate_size": facts.count("feed_forward_length", facts.get("expert_feed_forward_length")),
         family.norm_eps: facts.number(family.stored_norm_eps),
         "rope_theta": facts.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(facts, scaling),
@@ -570,7 +603,8 @@ class _Facts:
         """Return the value of one of a family's own keys; config: the keys so far."""
         if isinstance(wanted, Count):
             other = wanted.default
-            return self.count(wanted.key, self.count(other) if isinstance(other, str) else other)
+            default = self.count(other) if isinstance(other, str) else other
+            return self.count(wanted.key, default, least=wanted.least)
         if isinstance(wanted, TokenId):
             return self.token(wanted.key, config["vocab_size"])
         if isinstance(wanted, HasTensor):
@@ -591,9 +625,9 @@ class _Facts:
             self.number(wanted.key)
         return value
 
-    def count(self, key: str, default: int | None = None, most: int = MOST) -> int:
-        """Return a whole number of at least 1."""
-        return self.whole(key, self._present(key, default), most)
+    def count(self, key: str, default: int | None = None, most: int = MOST, least: int = 1) -> int:
+        """Return a whole number of at least `least`."""
+        return self.whole(key, self._present(key, default), most, least)
 
     def layers(self, behind: str | None) -> tuple[int, int]:
         """Return the numbers of layers and of heads behind them. behind: see `GgufFamily`."""
@@ -601,10 +635,10 @@ class _Facts:
         heads = self.count(behind, most=blocks - 1) if behind and self.has(behind) else 0
         return blocks - heads, heads
 
-    def whole(self, key: str, value: Any, most: int) -> int:
-        """Check that a value is a whole number of at least 1."""
-        if not is_whole(value) or not 1 <= value <= most:
-            raise self.wrong(key, value, f"a whole number from 1 to {most}")
+    def whole(self, key: str, value: Any, most: int, least: int = 1) -> int:
+        """Check that a value is a whole number of at least `least`."""
+        if not is_whole(value) or not least <= value <= most:
+            raise self.wrong(key, value, f"a whole number from {least} to {most}")
         return int(value)
 
     def types(self, wanted: LayerFlags, config: Mapping[str, Any]) -> list[str]:
@@ -789,4 +823,7 @@ def _end_tokens(file: GgufFile, vocab_size: int) -> list[int]:
 def gguf_weights(file: GgufFile) -> StoredWeights:
     """Return the tensors of a file, without the factors of rotary positions, which the description holds."""
     places = {name: place for name, place in file.tensors.items() if name not in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)}
+    for name, place in file.tensors.items():
+        if name.endswith(f"{ROW}.weight") and len(place.shape) == 1:
+            places[name] = replace(place, shape=(1, *place.shape))
     return StoredWeights(places, file.path, file.parts, "its metadata")

@@ -526,13 +526,16 @@ class FeedForward(nn.Module):
 
 
 class RoutedMlp(nn.Module):
-    """A router, and a block for each expert. One expert after the other computes its rows."""
+    """A router, a block for each expert, and perhaps one for all rows. One expert after the other computes its rows."""
 
     def __init__(self, of: Experts, hidden: int) -> None:
         super().__init__()
         self._of = of
         self.router = nn.Linear(hidden, of.count, bias=of.bias)
+        self.expert_bias = nn.Parameter(torch.zeros(of.count)) if of.favours else None
         self.experts = nn.ModuleList(FeedForward(of, hidden) for _ in range(of.count))
+        self.shared_expert = FeedForward(of.shared, hidden) if of.shared else None
+        self.shared_expert_gate = nn.Linear(hidden, 1, bias=False) if of.shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., hidden] to a result of the same shape."""
@@ -542,6 +545,10 @@ class RoutedMlp(nn.Module):
         for index, expert in enumerate(self.experts):
             row, place = torch.where(indices == index)
             out = out.index_add(0, row, expert(rows[row]) * weights[row, place, None])
+        if self.shared_expert is not None:
+            shared = self.shared_expert(rows)
+            gate = self.shared_expert_gate
+            out = out + (shared if gate is None else shared * torch.sigmoid(gate(rows)))
         return out.view(x.shape)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -549,11 +556,19 @@ class RoutedMlp(nn.Module):
 
         The sort is stable, so the lowest index wins among equal scores.
         """
-        scores = self.router(x).to(torch.promote_types(x.dtype, torch.float32))
-        ordered, indices = scores.sort(dim=-1, descending=True, stable=True)
-        chosen, used = ordered[:, : self._of.used], indices[:, : self._of.used]
-        weights = (chosen - (chosen if self._of.renormalise else scores).logsumexp(-1, keepdim=True)).exp()
-        return used, weights.to(x.dtype)
+        of, scores = self._of, self.router(x).to(torch.promote_types(x.dtype, torch.float32))
+        scores = scores.sigmoid() if of.sigmoid else scores
+        favoured = scores if self.expert_bias is None else scores + self.expert_bias
+        used = favoured.sort(dim=-1, descending=True, stable=True).indices[:, : of.used]
+        weights = scores.gather(-1, used)
+        if not of.sigmoid:
+            weights = (weights - (weights if of.renormalise else scores).logsumexp(-1, keepdim=True)).exp()
+        elif of.renormalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+        return used, (weights if of.factor == 1 else weights * of.factor).to(x.dtype)
+
+
+LEAST_SUM = 1e-6  # is added to a sum of sigmoids
 
 
 class RopeAngles(NamedTuple):

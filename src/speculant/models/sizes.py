@@ -45,6 +45,7 @@ TOKEN_INPUTS, SCALE = "token_inputs.", "scale"  # of a layer; the names of the f
 TOKEN_TABLE = "embed_tokens.weight"  # of the inputs
 SOURCE_KEYS = (CROSS + "k_proj.weight", CROSS + "v_proj.weight")  # end the names of matrices that sources multiply by
 EXPERT = "mlp.experts."  # is in the names of the experts' tensors
+SHARED, SHARED_GATE = "mlp.shared_expert.", "mlp.shared_expert_gate.weight"  # of the expert that all rows use
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -181,7 +182,7 @@ def state_shape(of: State) -> StateShape:
 
 def inner_width(of: Mlp | Experts) -> int:
     """Return how many numbers a row has inside of a feed-forward block, those of all experts that it uses."""
-    return of.used * of.size if isinstance(of, Experts) else of.size
+    return of.size if isinstance(of, Mlp) else max(of.used * of.size, of.shared.size if of.shared else 0)
 
 
 def _mixing_widths(config: DecoderConfig) -> dict[str, int]:
@@ -313,5 +314,11 @@ def _experts(of: Experts, hidden: int) -> Shapes:
     found: Shapes = {"mlp.router.weight": (of.count, hidden)}
     if of.bias:
         found["mlp.router.bias"] = (of.count,)
+    if of.favours:
+        found["mlp.expert_bias"] = (of.count,)
+    if of.shared:
+        found |= {name.replace("mlp.", SHARED): shape for name, shape in _mlp(of.shared, hidden).items()}
+    if of.shared_gate:
+        found[SHARED_GATE] = (1, hidden)
     one = {name.removeprefix("mlp."): shape for name, shape in _mlp(Mlp(of.size, of.bias), hidden).items()}
     return found | {f"{EXPERT}{index}.{name}": shape for index in range(of.count) for name, shape in one.items()}

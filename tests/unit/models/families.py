@@ -18,6 +18,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoM
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.utils import logging
 
 from speculant import plugins
@@ -75,15 +77,27 @@ def _norm(own: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
 
 
 # Random weights enlarge errors of rounding in states, and transformers' rule for many tokens has larger ones.
-vars(modeling_qwen3_5)["torch_chunk_gated_delta_rule"] = _delta_rule
+_OWN_RULE = (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next)
+for _module in _OWN_RULE:
+    vars(_module)["torch_chunk_gated_delta_rule"] = _delta_rule
+
+
+def _route(own: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Select experts in the input's type: transformers' own has float32 alone."""
+    scores = torch.nn.functional.linear(x.reshape(-1, own.hidden_dim), own.weight)
+    weights, used = scores.softmax(-1).topk(own.top_k)
+    return scores, weights / weights.sum(-1, keepdim=True) if getattr(own, "norm_topk_prob", True) else weights, used
+
+
 vars(modeling_granitemoehybrid)["mamba2_chunk_scan"] = _scan
 
 
 def _widen(oracle: PreTrainedModel | None) -> None:
-    """Let the norms of a model of float64 have this type."""
+    """Let the norms and the routers of a model of float64 have this type."""
     for module in () if oracle is None else oracle.modules():
-        if isinstance(module, modeling_qwen3_5.Qwen3_5RMSNorm | modeling_qwen3_5.Qwen3_5RMSNormGated):
-            module.forward = functools.partial(_norm, module)
+        for part, own in (("RMSNorm", _norm), ("TopKRouter", _route)):
+            if type(module).__module__ in {of.__name__ for of in _OWN_RULE} and part in type(module).__name__:
+                module.forward = functools.partial(own, module)
         if type(module).__name__ in ("GraniteMoeHybridRMSNorm", "GraniteMoeHybridRMSNormGated"):
             module.forward = functools.partial(_norm_groups, module)
 
@@ -119,6 +133,13 @@ DELTA = {
 MAMBA = {
     "num_local_experts": 0, "shared_intermediate_size": 48, "mamba_n_heads": 8, "mamba_d_state": 12, "pad_token_id": 0,
 }  # fmt: skip
+FAVOURED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "num_dense_layers": 1,
+    "pad_token_id": 0,
+}
 SHORT = {"block_auto_adjust_ff_dim": False, "pad_token_id": 0}
 GEMMA4 = {
     "head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "num_hidden_layers": 4, "pad_token_id": 0,
@@ -135,6 +156,7 @@ LONG_YARN = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+SHARED = {**EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 LONGROPE = {  # texts of up to 64 tokens; tests/exactness/test_restarts.py has longer ones
     "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 1.3, 2.0], "long_factor": [2.0, 4.0, 9.0]},
@@ -152,7 +174,14 @@ MARIAN = {**BART, "activation_function": "swish", "scale_embedding": True}
 
 SOURCE = (7, 30, 2, 2, 51, 19, 44, 3, 60, 11, 7, 8, 9)  # what encoder-decoder models read if a test names nothing else
 ENCODER_DECODERS = tuple(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
-STATES = ("qwen3_5_text", "lfm2", "granitemoehybrid")  # some of their layers have a state in place of attention
+STATES = (
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "lfm2",
+    "lfm2_moe",
+    "granitemoehybrid",
+)  # some of their layers have a state in place of attention
 REPEATING = ("bart", "mbart", "marian")  # with random weights, the likeliest token is mostly the last one: tied tables
 
 # A family without an entry is tested in its default shape. transformers knows most model types, and is the oracle.
@@ -205,6 +234,16 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "biases": {**DELTA, "attention_bias": True, "layer_types": [FULL, LINEAR, LINEAR], "head_dim": 16},
     },
+    "qwen3_5_moe_text": {
+        "plain": {**DELTA, **SHARED, "full_attention_interval": 3},
+        "biases": {
+            **DELTA,
+            **SHARED,
+            "shared_expert_intermediate_size": 100,
+            "attention_bias": True,
+            "layer_types": [FULL, LINEAR, LINEAR],
+        },
+    },
     "lfm2": {
         "plain": {**SHORT, "layer_types": [CONV, FULL, CONV]},
         "untied": {
@@ -237,6 +276,39 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
         "rotated": {**MAMBA, "layer_types": [LINEAR, FULL, FULL], "position_embedding_type": "rope", "mamba_expand": 1},
+        "experts": {
+            **MAMBA,
+            **MULTIPLIED,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "layer_types": [LINEAR, FULL, LINEAR],
+            "tie_word_embeddings": True,
+        },
+    },
+    "qwen3_next": {
+        "plain": {**DELTA, **SHARED, "full_attention_interval": 3},
+        "mixed": {
+            **DELTA,
+            **SHARED,
+            "linear_num_value_heads": 6,
+            "mlp_only_layers": [0],
+            "norm_topk_prob": False,
+            "layer_types": [LINEAR, FULL, LINEAR],
+            "attention_bias": True,
+        },
+    },
+    "lfm2_moe": {
+        "plain": {**FAVOURED, "layer_types": [CONV, FULL, CONV]},
+        "sigmoids": {
+            **FAVOURED,
+            "layer_types": [FULL, CONV, CONV],
+            "num_dense_layers": 0,
+            "norm_topk_prob": False,
+            "use_expert_bias": False,
+            "routed_scaling_factor": 1.5,
+            "num_key_value_heads": 1,
+        },
     },
     "gemma2": {
         "plain": {**GEMMA, "sliding_window": 6},
@@ -600,6 +672,8 @@ def spread_weights(model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.copy_(1 + 0.3 * torch.randn(buffer.shape, generator=generator))
+        if name.endswith("expert_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
         if name.endswith("final_logits_bias"):
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
 

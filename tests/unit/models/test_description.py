@@ -39,7 +39,7 @@ from speculant.models import (
     values_per_position,
 )
 from speculant.models.families import gemma4_text, t5, umt5
-from tests.descriptions import describe
+from tests.descriptions import SHARED, describe
 from tests.timing import is_within
 from tests.unit.models.families import SMALL, VARIANTS
 
@@ -47,6 +47,7 @@ DESCRIPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
     "experts": {"experts": Experts(6, 3, 40)},
+    "shared expert": {"experts": SHARED},
     "experts with biases": {"experts": Experts(5, 2, 24, bias=True, clamped=Clamped(1.7, 7.0))},
     "normed": {"qk_norm": True, "head_dim": 24, "num_kv_heads": 1},
     "tied": {"tie_embeddings": True},

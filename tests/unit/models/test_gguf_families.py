@@ -37,12 +37,14 @@ from tests.unit.models.families import (
     CONV,
     DELTA,
     EXPERTS,
+    FAVOURED,
     FULL,
     LINEAR,
     MAMBA,
     MULTIPLIED,
     PADDED,
     SCALED,
+    SHARED,
     T5,
     VARIANTS,
     Pair,
@@ -78,6 +80,38 @@ STORED: dict[str, dict[str, dict[str, Any]]] = {
     | {
         "tied": {**DELTA, "tie_word_embeddings": True, "linear_num_value_heads": 6, "full_attention_interval": 3},
         "listed": {**DELTA, "layer_types": [FULL, LINEAR, LINEAR]},
+    },
+    "qwen3_5_moe_text": {
+        "plain": {
+            **DELTA,
+            **SHARED,
+            "linear_num_value_heads": 6,
+            "shared_expert_intermediate_size": 100,
+            "full_attention_interval": 2,
+            "num_hidden_layers": 2,
+        },
+        "tied": {**DELTA, **SHARED, "tie_word_embeddings": True, "full_attention_interval": 3, "num_experts": 5},
+    },
+    "qwen3_next": {
+        "plain": VARIANTS["qwen3_next"]["plain"],
+        "tied": {
+            **DELTA,
+            **SHARED,
+            "tie_word_embeddings": True,
+            "linear_num_value_heads": 2,
+            "norm_topk_prob": False,
+            "full_attention_interval": 3,
+        },
+    },
+    "lfm2_moe": {
+        "plain": VARIANTS["lfm2_moe"]["plain"],
+        "scaled": {
+            **FAVOURED,
+            "layer_types": [FULL, CONV, FULL],
+            "num_dense_layers": 0,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+        },
     },
     "lfm2": {
         "plain": VARIANTS["lfm2"]["plain"],
@@ -124,6 +158,7 @@ STORED: dict[str, dict[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
         "rotated": VARIANTS["granitemoehybrid"]["rotated"],
+        "experts": VARIANTS["granitemoehybrid"]["experts"],
         "dense": {**MAMBA, **MULTIPLIED, "layer_types": [FULL] * 3, "position_embedding_type": "rope"},
     },
     "cohere": {"plain": {**PADDED, "logit_scale": 0.7}, "one key": {**PADDED, "num_key_value_heads": 1}},
@@ -185,12 +220,21 @@ WIDE = {
     "num_hidden_layers": 2,
     "vocab_size": 96,
 }
+HYBRID = {"linear_value_head_dim": 64, "full_attention_interval": 2}
+WIDE_SHARED = {
+    **HYBRID,
+    "linear_num_value_heads": 4,
+    "shared_expert_intermediate_size": 256,
+    "num_experts": 2,  # all are used: rounded activations select no other ones
+}
 WIDE_OWN: dict[str, dict[str, Any]] = {
     **{family: {"d_kv": 64, "d_ff": 256, "num_layers": 2} for family in ("t5", "umt5")},
     "gpt2": {"intermediate_size": 1024},
-    "lfm2": {"layer_types": [CONV, FULL]},
+    **{family: {"layer_types": [CONV, FULL]} for family in ("lfm2", "lfm2_moe")},
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": WIDE_SHARED,
+    "qwen3_next": WIDE_SHARED,
     "granitemoehybrid": {"layer_types": [LINEAR, FULL], "shared_intermediate_size": 256},
-    "qwen3_5_text": {"linear_value_head_dim": 64, "full_attention_interval": 2},
 }
 UNCHECKED = {"attention.temperature_scale": (1e-40,), "rope.scaling.original_context_length": (1e-40, 1e39)}
 RECURRENT = "attention.recurrent_layers"
@@ -390,7 +434,19 @@ def test_heads_behind_the_layers_are_left_unread(files: Files, tmp_path: Path) -
         ("granitemoehybrid", {"ssm.state_size": 2**40}, "ssm.state_size"),
         ("granitemoehybrid", {"ssm.time_step_rank": None}, "no metadata entry granitehybrid.ssm.time_step_rank"),
         ("granitemoehybrid", {"attention.head_count_kv": [2, 2, 0, 0]}, "not 0 or the same number for each of 3"),
+        ("granitemoehybrid", {"expert_count": 3, "expert_used_count": 4}, "use 4 experts, and the model has 3"),
+        ("granitemoehybrid", {"expert_count": 3}, "num_experts_per_tok = 0"),
         ("granitemoehybrid", {"rope.scaling.finetuned": 1}, "finetuned = 1, not true or false"),
+        ("lfm2_moe", {"expert_gating_func": 1}, "expert_gating_func = 1, which is not implemented"),
+        ("lfm2_moe", {"leading_dense_block_count": -1}, "leading_dense_block_count = -1, not a whole number from 0"),
+        ("lfm2_moe", {"leading_dense_block_count": "x"}, "leading_dense_block_count"),
+        ("lfm2_moe", {"expert_used_count": 5}, "each token use 5 experts, and the model has 4"),
+        ("lfm2_moe", {"expert_weights_scale": -1.0}, "expert_weights_scale"),
+        ("qwen3_5_moe_text", {"expert_shared_feed_forward_length": None}, "no metadata entry qwen35moe.expert_shared"),
+        ("qwen3_5_moe_text", {"expert_weights_norm": False}, "expert_weights_norm = False, which is not implemented"),
+        ("qwen3_5_moe_text", {"expert_count": 2**20}, "num_experts"),
+        ("qwen3_5_moe_text", {"expert_feed_forward_length": None}, "expert_feed_forward_length"),
+        ("qwen3_next", {"ssm.group_count": 3}, "4 heads for 3 keys"),
     ],
     ids=str,
 )
@@ -412,6 +468,14 @@ def test_sizes_of_states_are_checked(files: Files, family: str, entries: dict[st
         ("granitemoehybrid", {"granitehybrid.ssm.state_size": 8}, r"ssm_in\.weight is \[160, 32\]"),
         ("granitemoehybrid", {"granitehybrid.ssm.time_step_rank": 4}, r"ssm_in\.weight is \[160, 32\]"),
         ("granitemoehybrid", {"granitehybrid.attention.head_count_kv": 2}, "missing"),
+        ("lfm2_moe", {"lfm2moe.leading_dense_block_count": 0}, "missing"),
+        ("qwen3_5_moe_text", {"qwen35moe.expert_count": 5}, r"ffn_gate_exps\.weight|ffn_gate_inp"),
+        (
+            "qwen3_5_moe_text",
+            {"qwen35moe.expert_shared_feed_forward_length": 99},
+            r"ffn_down_shexp\.weight is \[32, 100\]",
+        ),
+        ("qwen3_next", {"qwen3next.ssm.time_step_rank": 2}, "is"),
     ],
     ids=str,
 )
@@ -488,7 +552,7 @@ def test_patterns_of_windows_are_checked(files: Files, pattern: Any) -> None:
         described(opened(files, "gemma2"), {PATTERN: pattern})
 
 
-@pytest.mark.parametrize("family", ["llama", "granite", "gpt2", "gpt_neox", "lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["llama", "granite", "gpt2", "gpt_neox", "lfm2", "qwen3_5_text", "lfm2_moe"])
 def test_windows_that_a_family_does_not_have_are_refused(files: Files, family: str) -> None:
     with pytest.raises(ModelError, match=f"a sliding window of 9 positions, which is not implemented for {family}"):
         described(opened(files, family), {WINDOW: 9})

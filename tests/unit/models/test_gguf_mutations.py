@@ -16,7 +16,19 @@ from speculant.text import Tokenizer
 from tests.examples import examples
 from tests.gguf_models import convert
 from tests.models import Shape, write_checkpoint
-from tests.unit.models.families import CONV, DELTA, FULL, LINEAR, MAMBA, MULTIPLIED, PADDED, SHORT, VARIANTS, make_pair
+from tests.unit.models.families import (
+    CONV,
+    DELTA,
+    FAVOURED,
+    FULL,
+    LINEAR,
+    MULTIPLIED,
+    PADDED,
+    SHARED,
+    SHORT,
+    VARIANTS,
+    make_pair,
+)
 from tests.unit.models.loaded import runs_or_is_refused
 
 pytestmark = pytest.mark.usefixtures("families_are_looked_up_once")
@@ -29,8 +41,15 @@ OTHERS = {
     "ministral3": {"head_dim": 4, "num_hidden_layers": 1},
     "gpt_neox": {"num_hidden_layers": 1},
     "qwen3_5_text": {**DELTA, "num_hidden_layers": 2, "full_attention_interval": 2},
+    "qwen3_5_moe_text": {**DELTA, **SHARED, "num_hidden_layers": 2, "full_attention_interval": 2},
+    "qwen3_next": {**DELTA, **SHARED, "num_hidden_layers": 2, "full_attention_interval": 2},
     "lfm2": {**SHORT, "num_hidden_layers": 2, "layer_types": [CONV, FULL]},
-    "granitemoehybrid": {**MAMBA, **MULTIPLIED, "num_hidden_layers": 2, "layer_types": [LINEAR, FULL]},
+    "granitemoehybrid": {
+        **VARIANTS["granitemoehybrid"]["experts"],
+        "num_hidden_layers": 2,
+        "layer_types": [LINEAR, FULL],
+    },
+    "lfm2_moe": {**FAVOURED, "num_hidden_layers": 2, "layer_types": [CONV, FULL]},
 }
 EXTREMES = (0, 1, 2, 3, 7, 8, 9, 12, 13, 31, 32, 33, 255, 2**15, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40,
             2**62, 2**63 - 1, 2**63, 2**64 - 1)  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,32 @@ def rewrite(source: Path, folder: Path, rename: Rename, config: dict[str, Any], 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("form", LARGER)
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_language_model_within_a_larger_one(tmp_path: Path, form: str, tied: bool) -> None:
-    make_pair(tmp_path / "plain", "gemma3_text", "plain" if tied else "capped")
+@pytest.mark.parametrize(
+    ("family", "variant"), [("gemma3_text", "plain"), ("gemma3_text", "capped"), ("qwen3_5_moe_text", "plain")]
+)
+def test_a_language_model_within_a_larger_one(tmp_path: Path, form: str, family: str, variant: str) -> None:
+    make_pair(tmp_path / "plain", family, variant)
     inner = json.loads((tmp_path / "plain" / "config.json").read_text())
     outer = {"model_type": "gemma3", "vision_config": {"num_hidden_layers": 9}, "text_config": inner}
     rewrite(tmp_path / "plain", tmp_path / "larger", LARGER[form], outer, **{VISION: torch.zeros(3)})
     assert torch.equal(logits(tmp_path / "larger"), logits(tmp_path / "plain"))
+
+
+def test_experts_that_are_stacked_or_apart(tmp_path: Path) -> None:
+    """Files that Qwen published have one tensor for all experts' gates and ups; transformers writes them apart."""
+    make_pair(tmp_path / "apart", "qwen3_5_moe_text", "plain")
+    tensors, parts = load_file(tmp_path / "apart" / "model.safetensors"), dict[str, list[Tensor]]()
+    for name in [name for name in tensors if ".experts." in name]:
+        layer, number, part, _ = name.removeprefix("model.layers.").replace("mlp.experts.", "").split(".")
+        parts.setdefault(f"model.layers.{layer}.mlp.experts.{part}", []).insert(int(number), tensors.pop(name))
+    stacks = {name: torch.stack(own) for name, own in parts.items()}
+    for name in [name for name in stacks if name.endswith("gate_proj")]:
+        both = stacks.pop(name), stacks.pop(name.replace("gate_proj", "up_proj"))
+        stacks[name.replace("gate_proj", "gate_up_proj")] = torch.cat(both, dim=1)
+    (tmp_path / "stacked").mkdir()
+    shutil.copy(tmp_path / "apart" / "config.json", tmp_path / "stacked")
+    save_file({**tensors, **stacks}, tmp_path / "stacked" / "model.safetensors")
+    assert torch.equal(logits(tmp_path / "stacked"), logits(tmp_path / "apart"))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "opt", "llama"])

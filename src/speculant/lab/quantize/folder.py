@@ -29,7 +29,9 @@ from speculant.models import RoundsWeights, find_backends, open_folder, read_pla
 GROUP = 32
 _BITS = {"int4": 4, "int8": 8}
 _LAYER = re.compile(r".*\b(layers|block)\.[0-9]+\..*\.weight")
-_PLAIN = re.compile(r".*\.(gate|router|relative_attention_bias)\.weight|(model\.)?mtp\..*")  # mtp: a head beside it
+_PLAIN = re.compile(
+    r".*\.(gate|router|shared_expert_gate|relative_attention_bias)\.weight|(model\.)?mtp\..*"
+)  # mtp: a head beside it
 _COPIED = (
     "generation_config.json",
     "tokenizer*",

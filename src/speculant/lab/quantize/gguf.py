@@ -42,14 +42,15 @@ from speculant.models import (
     ROPE_SHORT,
     CheckpointFiles,
     DecoderConfig,
-    Experts,
     GgufFamily,
     Mapped,
+    Mlp,
     Rope,
     RoundsWeights,
     StoredWeights,
     TensorMap,
     WeightSource,
+    experts_of,
     gguf_families,
     gguf_head,
     gguf_tensors,
@@ -59,7 +60,6 @@ from speculant.models import (
     read_sampling,
     read_start_tokens,
     sampling_entries,
-    stored_name,
     stored_shape,
     tensor_shapes,
     text_config,
@@ -91,8 +91,8 @@ _ROLES = {  # names in the model by names in the file; attn_qkv has a type betwe
     "ffn_down_exps": "down_proj",
 }
 _PLAIN = (
-    *("ffn_gate_inp", "position_embd", "per_layer_token_embd", "attn_rel_b"),
-    *("ssm_conv1d", "ssm_alpha", "ssm_beta", "ssm_norm", "conv"),
+    *("ffn_gate_inp", "ffn_gate_inp_shexp", "position_embd", "per_layer_token_embd", "attn_rel_b"),
+    *("ssm_conv1d", "ssm_alpha", "ssm_beta", "ssm_ba", "ssm_norm", "conv"),
 )  # matrices that are not rounded
 _OWN = (
     "GGUF.",
@@ -108,7 +108,7 @@ _FILE_TYPES = {"int4": 15, "int8": 7, "q8_0": 7, "q4_0": 2}  # llama.cpp's numbe
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "phi3": {"original_max_position_embeddings": 4096},
-    "qwen3_5_text": {"mrope_section": [11, 11, 10]},
+    **{family: {"mrope_section": [11, 11, 10]} for family in ("qwen3_5_text", "qwen3_5_moe_text")},
 }
 """Entries that a config.json may leave to its family, and that its description does not show."""
 
@@ -146,9 +146,8 @@ def read_folder(folder: Path) -> GgufModel:
         )
     files = CheckpointFiles.open(folder)
     config, decoder = files.config, files.decoder
-    stored = {stored_name(decoder.tensors.expression(own)): len(shape) for own, shape in tensor_shapes(decoder).items()}
-    if files.tensors.quantised_kinds() or any(len(files.tensors.shape(each)) > own for each, own in stored.items()):
-        raise ModelError(f"{folder} has weights that are quantised or stacked", "use the checkpoint it was made from.")
+    if files.tensors.quantised_kinds():
+        raise ModelError(f"{folder} has weights that are quantised", "use the checkpoint it was made from.")
     family = known[name].of(decoder)
     own = _stored(files.weights, tensor_shapes(decoder), gguf_tensors(decoder, family), decoder.tensors.stored)
     heads, of_heads = _heads(folder, decoder, family)
@@ -382,12 +381,13 @@ def _windows(decoder: DecoderConfig) -> Entries:
 
 
 def _experts(config: Config, decoder: DecoderConfig) -> Entries:
-    experts = next((layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Experts)), None)
+    experts = experts_of(decoder)
     if experts is None:
         return {}
     found: Entries = {"expert_count": experts.count, "expert_used_count": experts.used}
-    if "moe_intermediate_size" in config:
-        dense = config.get("intermediate_size") or experts.size
+    if "moe_intermediate_size" in gguf_families()[config["model_type"]].config:
+        stated = config.get("intermediate_size") or experts.size
+        dense = next((layer.mlp.size for layer in decoder.layers if isinstance(layer.mlp, Mlp)), stated)
         found |= {"expert_feed_forward_length": experts.size, "feed_forward_length": dense}
     return found
 

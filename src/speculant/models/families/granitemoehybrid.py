@@ -1,4 +1,4 @@
-"""Granite 4: Granite's multipliers; most layers of the models named H have Mamba 2 in place of attention."""
+"""Granite 4: Granite's multipliers; layers may have Mamba 2 in place of attention, and experts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from speculant.errors import ModelError
 from speculant.models.config import (
     FULL,
     LINEAR,
+    MOST_EXPERTS,
     MOST_HEAD_DIM,
     POSITIVE,
-    check_unset,
     count,
     filled,
     flag,
@@ -21,6 +21,7 @@ from speculant.models.config import (
     number,
     read_attention,
     read_decoder,
+    read_experts,
     read_layer_types,
     read_mlp,
     read_norm,
@@ -29,19 +30,22 @@ from speculant.models.config import (
 )
 from speculant.models.description import (
     DecoderConfig,
+    Experts,
     Expression,
     Flattened,
     Layer,
     LogOfNegative,
+    Mlp,
     Rows,
+    Stacked,
     State,
     TensorMap,
     Unsqueezed,
     map_modules,
 )
 from speculant.models.families.granite import GGUF as GRANITE, read_scales
-from speculant.models.gguf import BLOCK, GATE, PARTS, UP, Count, GgufFamily, HasTensor, Truth, of_state
-from speculant.models.sizes import LAYER, STATE
+from speculant.models.gguf import BLOCK, GATE, PARTS, UP, Count, GgufFamily, HasTensor, Truth, of_experts, of_state
+from speculant.models.sizes import EXPERT, LAYER, SHARED, STATE
 
 _OLD_TYPES = {"mamba": LINEAR, "attention": FULL}  # names of layer types in the published files
 _INFINITY = {"__float__": "Infinity"}  # in JSON that transformers writes
@@ -69,8 +73,11 @@ def _gguf_tensors(decoder: DecoderConfig) -> TensorMap:
 DENSE = replace(GRANITE, tensors=GATE_AND_UP)
 GGUF = GgufFamily("granitehybrid", paired=True, keyless=LINEAR, tensors=_gguf_tensors, stateless=DENSE, config={
     **GRANITE.config,
-    "shared_intermediate_size": Count("expert_shared_feed_forward_length", "feed_forward_length"),
-    "num_local_experts": lambda _: 0,
+    "shared_intermediate_size": Count(
+        "expert_shared_feed_forward_length", "feed_forward_length", of_experts("shared.size")
+    ),
+    "num_local_experts": Count("expert_count", 0, least=0),
+    "num_experts_per_tok": Count("expert_used_count", 0, least=0),
     "rotates": Truth("rope.scaling.finetuned", True, lambda decoder: decoder.attention.rope is not None),
     "position_embedding_type": lambda config: "rope" if config["rotates"] else None,
     "mamba_d_conv": Count("ssm.conv_kernel", of=of_state("conv")),
@@ -81,26 +88,32 @@ GGUF = GgufFamily("granitehybrid", paired=True, keyless=LINEAR, tensors=_gguf_te
     "mamba_d_head": lambda config: config["mamba_inner_size"] // config["mamba_n_heads"],
     "mamba_expand": lambda config: config["mamba_inner_size"] // config["hidden_size"],
     "mamba_conv_bias": HasTensor("ssm_conv1d.bias", yes=True, no=False),
-})  # fmt: skip
+}, neutral={"expert_weights_norm": (True,)})  # fmt: skip
 
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read a Granite 4 config.json."""
     bias, norm, scales = flag(hf, "attention_bias"), read_norm(hf), read_scales(hf)
-    check_unset(hf, "num_local_experts")
     rotates = hf.get("position_embedding_type") == "rope"
     rope = read_rope(hf, count(hf, "max_position_embeddings")) if rotates else None
     attention = read_attention(hf, rope=rope, bias=bias, output_bias=bias, scale=scales["attention_multiplier"])
-    mlp = read_mlp(filled(hf, shared_intermediate_size=1024), size="shared_intermediate_size")
+    mlp = _read_block(filled(hf, shared_intermediate_size=1024, num_local_experts=8, num_experts_per_tok=2))
     kinds = read_layer_types({**hf, "layer_types": _types(hf)}, lambda _: False, LINEAR)
     made = {FULL: Layer(attention, mlp, norm, norm, residual_scale=scales["residual_multiplier"])}
     if LINEAR in kinds:
         _check_silu(mlp.activation)
         made[LINEAR] = replace(made[FULL], attention=None, state=read_mamba(hf))
     return read_decoder(
-        hf, layers_of(kinds, made.__getitem__), _tensors(mlp.size), norm,
+        hf, layers_of(kinds, made.__getitem__), _tensors(mlp), norm,
         embedding={"scale": scales["embedding_multiplier"]}, head={"scale": 1 / scales["logits_scaling"]},
     )  # fmt: skip
+
+
+def _read_block(hf: Mapping[str, Any]) -> Mlp | Experts:
+    """Read the block that all tokens use, and experts if there are any."""
+    shared = read_mlp(hf, size="shared_intermediate_size")
+    has_experts = count(hf, "num_local_experts", most=MOST_EXPERTS, least=0)
+    return read_experts({**hf, "num_experts": None}, shared=shared) if has_experts else shared
 
 
 def _check_silu(activation: str) -> None:
@@ -146,12 +159,27 @@ def _types(hf: Mapping[str, Any]) -> Any:
     return [_OLD_TYPES.get(str(kind), kind) for kind in given] if isinstance(given, list) else given
 
 
-def _tensors(size: int) -> TensorMap:
+def _tensors(mlp: Mlp | Experts) -> TensorMap:
     """Return the names in the files."""
     vectors = ((f"{LAYER}{STATE}{name}", f"{LAYER}mamba.{name}") for name in VECTORS)
-    mlp = map_modules(LAYER, LAYER, {
-        "mlp.gate_proj": Rows("shared_mlp.input_linear", 0, size, 2 * size),
-        "mlp.up_proj": Rows("shared_mlp.input_linear", size, size, 2 * size),
-        "mlp.down_proj": "shared_mlp.output_linear",
-    })  # fmt: skip
-    return TensorMap((*MAMBA.names, *vectors, *mlp.names))
+    if isinstance(mlp, Mlp):
+        return TensorMap((*MAMBA.names, *vectors, *map_modules(LAYER, LAYER, _block("mlp.", mlp.size)).names))
+    assert mlp.shared
+    experts = {
+        f"{LAYER}{EXPERT}{{}}.{name}.weight": made
+        for name, made in _halves(Stacked(f"{LAYER}block_sparse_moe.input_linear.weight", mlp.count), mlp.size).items()
+    } | {f"{LAYER}{EXPERT}{{}}.down_proj.weight": Stacked(f"{LAYER}block_sparse_moe.output_linear.weight", mlp.count)}
+    router = {"mlp.router": "block_sparse_moe.router.layer"}
+    named = map_modules(LAYER, LAYER, {**router, **_block(SHARED, mlp.shared.size)}).names
+    return TensorMap((*MAMBA.names, *vectors, *named, *experts.items()))
+
+
+def _block(own: str, size: int) -> dict[str, Expression]:
+    """Return where files have the block that all tokens use."""
+    named: dict[str, Expression] = {"down_proj": "shared_mlp.output_linear"}
+    return {own + name: made for name, made in (named | _halves("shared_mlp.input_linear", size)).items()}
+
+
+def _halves(both: Expression, size: int) -> dict[str, Expression]:
+    """Return gate and up, which are one matrix in files."""
+    return {"gate_proj": Rows(both, 0, size, 2 * size), "up_proj": Rows(both, size, size, 2 * size)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from speculant.models.config import (
@@ -10,6 +10,7 @@ from speculant.models.config import (
     MOST_HEAD_DIM,
     POSITIVE,
     count,
+    count_layers,
     filled,
     flag,
     layers_of,
@@ -20,15 +21,16 @@ from speculant.models.config import (
     read_norm,
     whole_numbers,
 )
-from speculant.models.description import DecoderConfig, Layer, Mlp, State, Unsqueezed, map_modules
+from speculant.models.description import DecoderConfig, Experts, Layer, Mlp, State, TensorMap, Unsqueezed, map_modules
 from speculant.models.gguf import BLOCK, Count, GgufFamily, of_state
 from speculant.models.sizes import BEFORE_ATTENTION, BEFORE_MLP, LAYER, SELF, STATE
 
 CONV = "conv"
-GGUF = GgufFamily("lfm2", norm_eps="norm_eps", keyless=CONV, tensors=map_modules(LAYER, BLOCK, {
+GGUF_TENSORS = map_modules(LAYER, BLOCK, {
     f"{STATE}in_proj": "shortconv.in_proj", f"{STATE}conv1d": Unsqueezed("shortconv.conv"),
     f"{STATE}out_proj": "shortconv.out_proj",
-}, {"model.norm": "token_embd_norm"}), config={
+}, {"model.norm": "token_embd_norm"})  # fmt: skip
+GGUF = GgufFamily("lfm2", norm_eps="norm_eps", keyless=CONV, tensors=GGUF_TENSORS, config={
     "conv_L_cache": Count("shortconv.l_cache", of=of_state("conv")),
     "block_auto_adjust_ff_dim": lambda _: False,
 })  # fmt: skip
@@ -43,15 +45,25 @@ TENSORS = map_modules(LAYER, LAYER, {
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read an LFM2 config.json."""
     tied = hf.get("tie_embedding") if hf.get("tie_word_embeddings") is None else hf.get("tie_word_embeddings")
-    hf = filled(hf, tie_word_embeddings=tied, rope_theta=1e6)
-    hf = filled(hf, tie_word_embeddings=True)
-    norm, hidden = read_norm(hf, "norm_eps", 1e-5), count(hf, "hidden_size")
-    attention, mlp, bias = read_attention(hf, qk_norm=norm), Mlp(_inner_size(hf)), flag(hf, "conv_bias")
-    state = State(hidden, count(hf, "conv_L_cache", 3, MOST_HEAD_DIM), bias=bias, conv_bias=bias)
-    made = {FULL: Layer(attention, mlp, norm, norm), CONV: Layer(None, mlp, norm, norm, state=state)}
-    full = whole_numbers(hf, "full_attn_idxs")
+    return read_convolutions(filled(hf, tie_word_embeddings=tied), [Mlp(_inner_size(hf))] * count_layers(hf))
+
+
+def read_convolutions(
+    hf: Mapping[str, Any], blocks: Sequence[Mlp | Experts], tensors: TensorMap = TENSORS
+) -> DecoderConfig:
+    """Read a model with these feed-forward blocks, one for each layer."""
+    hf = filled(hf, tie_word_embeddings=True, rope_theta=1e6)
+    norm = read_norm(hf, "norm_eps", 1e-5)
+    attention = read_attention(hf, qk_norm=norm)
+    conv, bias = count(hf, "conv_L_cache", 3, MOST_HEAD_DIM), flag(hf, "conv_bias")
+    state, full = State(count(hf, "hidden_size"), conv, bias=bias, conv_bias=bias), whole_numbers(hf, "full_attn_idxs")
     kinds = read_layer_types(hf, lambda index: index in full or hf.get("full_attn_idxs") is None, CONV)
-    return read_decoder(hf, layers_of(kinds, made.__getitem__), TENSORS, norm)
+
+    def make(of: tuple[str, Mlp | Experts]) -> Layer:
+        kind, mlp = of
+        return Layer(attention if kind == FULL else None, mlp, norm, norm, state=None if kind == FULL else state)
+
+    return read_decoder(hf, layers_of(list(zip(kinds, blocks, strict=True)), make), tensors, norm)
 
 
 def _inner_size(hf: Mapping[str, Any]) -> int:

@@ -15,13 +15,13 @@ from speculant.models.config import (
     read_norm,
 )
 from speculant.models.description import DecoderConfig, Layer, map_modules
-from speculant.models.gguf import Count, GgufFamily, Truth, renormalised
+from speculant.models.gguf import Count, GgufFamily, Truth, of_experts
 from speculant.models.sizes import LAYER
 
 GGUF = GgufFamily("olmoe", config={
     "num_experts": Count("expert_count"),
     "num_experts_per_tok": Count("expert_used_count"),
-    "norm_topk_prob": Truth("expert_weights_norm", False, renormalised),
+    "norm_topk_prob": Truth("expert_weights_norm", False, of_experts("renormalise")),
 })  # fmt: skip
 TENSORS = map_modules(LAYER, LAYER, {"mlp.router": "mlp.gate"})
 

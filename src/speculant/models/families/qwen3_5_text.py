@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from speculant.errors import ModelError
 from speculant.models.config import (
     FULL,
     LINEAR,
     MOST_HEAD_DIM,
     count,
+    count_layers,
     filled,
     flag,
     layers_of,
@@ -19,12 +22,15 @@ from speculant.models.config import (
     read_mlp,
     read_norm,
     read_rope,
+    show,
 )
 from speculant.models.description import (
     DecoderConfig,
+    Experts,
     Expression,
     Layer,
     LogOfNegative,
+    Mlp,
     Rows,
     State,
     TensorMap,
@@ -37,14 +43,14 @@ from speculant.models.gguf import BLOCK, Count, GgufFamily, LayerFlags, of_state
 from speculant.models.sizes import BEFORE_MLP, LAYER, SELF, STATE
 
 _CONV, _INTERVAL = 4, 4
+GGUF_NORMS = map_modules(LAYER, BLOCK, {BEFORE_MLP: "post_attention_norm"}).names
 
 
 def _gguf_tensors(decoder: DecoderConfig) -> TensorMap:
     """Return where GGUF files hold what other families lack. In them, the heads of values are tiled."""
-    found = map_modules(LAYER, BLOCK, {BEFORE_MLP: "post_attention_norm"}).names
     of = next(filter(None, decoder.states), None)
     if of is None:
-        return TensorMap(found)
+        return TensorMap(GGUF_NORMS)
     groups = of.heads, of.key_heads
     own: dict[str, Expression] = {
         "in_proj_qkv.weight": Untiled(f"{BLOCK}attn_qkv.weight", *groups, first=2 * of.key_size),
@@ -57,7 +63,7 @@ def _gguf_tensors(decoder: DecoderConfig) -> TensorMap:
         "norm.weight": f"{BLOCK}ssm_norm.weight",
         "out_proj.weight": UntiledColumns(f"{BLOCK}ssm_out.weight", *groups),
     }
-    return TensorMap((*found, *((f"{LAYER}{STATE}{name}", made) for name, made in own.items())))
+    return TensorMap((*GGUF_NORMS, *((f"{LAYER}{STATE}{name}", made) for name, made in own.items())))
 
 
 def _layer_types(hf: Mapping[str, Any]) -> list[str]:
@@ -88,15 +94,32 @@ GGUF = GgufFamily("qwen35", behind="nextn_predict_layers", head=_HEAD, tensors=_
 
 def read_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """Read the config.json of a Qwen3.5 text model."""
+    return read_hybrid(hf, [read_mlp(hf)] * count_layers(hf))
+
+
+def read_hybrid(
+    hf: Mapping[str, Any],
+    blocks: Sequence[Mlp | Experts],
+    tensors: Mapping[str, Expression] = MappingProxyType({}),
+) -> DecoderConfig:
+    """Read a model with these feed-forward blocks, one for each layer. tensors: where files have further ones."""
     hf = filled(hf, head_dim=256)
     norm, head_dim = read_norm(hf, offset=1.0), count(hf, "head_dim", most=MOST_HEAD_DIM)
     bias, rope = flag(hf, "attention_bias"), read_rope(hf, count(hf, "max_position_embeddings"), share=0.25)
     attention = read_attention(hf, rope=rope, qk_norm=norm, bias=bias, output_bias=bias, gated=True)
-    state, mlp, made = read_delta_rule(hf), read_mlp(hf), dict[str, Layer]()
-    made[FULL] = Layer(attention, mlp, norm, norm)
-    made[LINEAR] = Layer(None, mlp, norm, norm, state=state)
-    layers = layers_of(_layer_types(hf), made.__getitem__)
-    return read_decoder(hf, layers, TensorMap(tuple(_gates(head_dim).items())), norm)
+    state = read_delta_rule(hf)
+    if any(mlp.activation != "silu" for mlp in blocks):
+        raise ModelError(
+            f"config.json asks for hidden_act={show(hf['hidden_act'])}, and the convolutions are implemented for silu",
+            "use a checkpoint of this family with silu.",
+        )
+
+    def make(of: tuple[str, Mlp | Experts]) -> Layer:
+        kind, mlp = of
+        return Layer(attention if kind == FULL else None, mlp, norm, norm, state=None if kind == FULL else state)
+
+    layers = layers_of(list(zip(_layer_types(hf), blocks, strict=True)), make)
+    return read_decoder(hf, layers, TensorMap((*_gates(head_dim).items(), *tensors.items())), norm)
 
 
 def read_delta_rule(hf: Mapping[str, Any]) -> State:

@@ -83,9 +83,9 @@ def copying(source: Tensor, out: Tensor, factor: float = 1.0) -> Op:
     return make_op(Code.COPY, n=source.shape[1], source=source, out=out, factor=factor)
 
 
-def gating(source: Tensor, out: Tensor, n: int, activation: Activation) -> Op:
-    """Return the operation out = activation(source) * out, of rows of n numbers."""
-    return make_op(Code.GATE, n=n, source=source, out=out, activation=activation)
+def gating(source: Tensor, out: Tensor, n: int, activation: Activation, flags: Flag = Flag.NONE) -> Op:
+    """Return the operation out = activation(source) * out, of rows of n numbers, or of 1 in `source` with EACH."""
+    return make_op(Code.GATE, n=n, source=source, out=out, activation=activation, flags=flags)
 
 
 def linear(
@@ -268,8 +268,8 @@ class ExpertMatrices:
 class PackedExperts:
     """The weights of a layer's router and experts. Biases are float32, by expert; None = it has none.
 
-    The router is never rounded, because its scores decide which experts are used. inner: gate and up interleaved, or
-    one after the other if their types differ.
+    The router is never rounded, because its scores decide which experts are used, nor is `shared_gate`. inner: gate and
+    up interleaved, or one after the other if their types differ. favours: see `Experts`.
     """
 
     of: Experts
@@ -279,6 +279,9 @@ class PackedExperts:
     inner_bias: Tensor | None  # [count, 2, size]
     down: ExpertMatrices
     down_bias: Tensor | None  # [count, hidden]
+    favours: Tensor | None = None
+    shared: PackedMlp | None = None
+    shared_gate: Weight | None = None
 
     @classmethod
     def read(cls, of: Experts, mlp: WeightReader) -> PackedExperts:
@@ -296,22 +299,30 @@ class PackedExperts:
         return cls(
             of, router, mlp.vector("router.bias") if of.bias else None,
             [ExpertMatrices(each) for each in zip(*inner, strict=True)], inner_bias, ExpertMatrices(down), down_bias,
+            mlp.vector("expert_bias") if of.favours else None,
+            PackedMlp.read(of.shared, mlp.inside("shared_expert.")) if of.shared else None,
+            mlp.unrounded().matrix("shared_expert_gate.weight") if of.shared_gate else None,
         )  # fmt: skip
 
     @property
     def apart(self) -> bool:
-        """Whether gates are computed separately, because their type differs."""
-        return len(self.inner) > 1
+        """Whether some gates are computed separately, because their type differs."""
+        return len(self.inner) > 1 or (self.shared is not None and self.shared.apart)
 
     @property
     def bytes_per_pass(self) -> int:
         """How many bytes a pass of one row reads. Several rows read those of all experts that they use."""
-        return self.router.memory.numel() + self._expert_bytes * self.of.used // self.of.count
+        return self._common_bytes + self._expert_bytes * self.of.used // self.of.count
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all matrices."""
-        return self.router.memory.numel() + self._expert_bytes
+        return self._common_bytes + self._expert_bytes
+
+    @property
+    def _common_bytes(self) -> int:
+        gates = [self.shared_gate] if self.shared_gate else []
+        return _bytes_of(self.router, *gates) + (self.shared.num_bytes if self.shared else 0)
 
     @property
     def _expert_bytes(self) -> int:
@@ -320,13 +331,22 @@ class PackedExperts:
     def computing(
         self, source: Tensor, scores: Tensor, gated: Tensor, gates: Tensor | None, results: Tensor
     ) -> Iterator[Op]:
-        """Yield the operations that select each row's experts and compute their results from `source` [T, hidden]."""
-        of, flags = self.of, Flag.RENORMALISE if self.of.renormalise else Flag.NONE
-        scored = linear(self.router, source, scores, self.router_bias)
+        """Yield the operations that select each row's experts and compute their results from `source` [T, hidden].
+
+        In the end `gated` is that of the shared expert.
+        """
+        of = self.of
+        scored = linear(
+            self.router, source, scores, self.router_bias,
+            activation=Activation.SIGMOID if of.sigmoid else Activation.NONE,
+        )  # fmt: skip
         scored.stride = of.count
         yield scored
-        yield make_op(Code.ROUTE, n=of.count, source=scores, used=of.used, flags=flags)
-        if not self.apart:
+        flags = (Flag.RENORMALISE if of.renormalise else Flag.NONE) | (Flag.WEIGHTS if of.sigmoid else Flag.NONE)
+        yield make_op(
+            Code.ROUTE, n=of.count, source=scores, used=of.used, flags=flags, bias=self.favours, factor=of.factor
+        )
+        if len(self.inner) == 1:
             yield self._multiplying(
                 self.inner[0], source, gated, self.inner_bias, Flag.GATED | Flag.GATHER, **self._activation
             )
@@ -334,6 +354,15 @@ class PackedExperts:
             assert gates is not None
             yield from self._apart(source, gated, gates)
         yield self._multiplying(self.down, gated, results, self.down_bias)
+        yield from self._sharing(source, scores, gated, gates)
+
+    def _sharing(self, source: Tensor, scores: Tensor, gated: Tensor, gates: Tensor | None) -> Iterator[Op]:
+        """Yield the operations of the shared expert, up to its matrix down."""
+        if self.shared:
+            yield from self.shared.computing(source, gated, gates)
+        if self.shared and self.shared_gate:
+            yield linear(self.shared_gate, source, scores)
+            yield gating(scores, gated, self.shared.of.size, Activation.SIGMOID, Flag.EACH)
 
     def _apart(self, source: Tensor, gated: Tensor, gates: Tensor) -> Iterator[Op]:
         biases = (None, None) if self.inner_bias is None else self._apart_biases
@@ -350,11 +379,15 @@ class PackedExperts:
         gate, up = self.inner_bias.view(self.of.count, 2, -1).unbind(1)
         return gate.contiguous(), up.contiguous()
 
-    def combining(self, results: Tensor, out: Tensor, flags: Flag = Flag.NONE, factor: float = 1.0) -> Op:
-        """Return the operation out (+)= factor * the weighted sum of each row's results."""
-        return make_op(
+    def combining(
+        self, results: Tensor, gated: Tensor, out: Tensor, flags: Flag = Flag.NONE, factor: float = 1.0
+    ) -> Iterator[Op]:
+        """Yield the operations out (+)= factor * (the weighted sum of each row's results + the shared expert's)."""
+        yield make_op(
             Code.COMBINE, n=out.shape[1], source=results, out=out, used=self.of.used, flags=flags, factor=factor
         )
+        if self.shared:
+            yield linear(self.shared.down, gated, out, self.shared.down_bias, Flag.ADD, factor=factor)
 
     @property
     def _activation(self) -> dict[str, float]:
@@ -417,10 +450,18 @@ class PackedMlp:
         """Whether the gate is computed separately, because its type differs."""
         return len(self.inner) > 1
 
-    @property
-    def activation(self) -> Activation:
-        """The kernels' number of the activation."""
-        return Activation[self.of.activation.upper()]
+    def computing(self, source: Tensor, gated: Tensor, gates: Tensor | None) -> Iterator[Op]:
+        """Yield the operations that compute what is multiplied by the matrix down, from `source` [T, hidden]."""
+        bias, activation = self.inner_bias, Activation[self.of.activation.upper()]
+        if not self.apart:
+            flags = Flag.GATED if self.of.gated else Flag.NONE
+            yield linear(self.inner[0], source, gated, bias, flags, activation=activation)
+            return
+        gate, up = self.inner
+        assert gates is not None
+        yield linear(gate, source, gates, bias)
+        yield linear(up, source, gated, None if bias is None else bias[gate.n :])
+        yield gating(gates, gated, gate.n, activation)
 
 
 @dataclass(frozen=True)

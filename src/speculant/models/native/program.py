@@ -243,12 +243,12 @@ class Program:
 
     def _add_experts(self, experts: PackedExperts, norm: PackedNorm | None, scale: float) -> Iterator[Op]:
         """Add scale * norm(the weighted sum of each row's experts) to x."""
-        x, y, results = self._buffers.x, self._buffers.y, self._buffers.results
+        x, y, results, gated = self._buffers.x, self._buffers.y, self._buffers.results, self._buffers.gated
         assert results is not None
         if norm is None:
-            yield experts.combining(results, x, Flag.ADD, factor=scale)
+            yield from experts.combining(results, gated, x, Flag.ADD, factor=scale)
         else:
-            yield experts.combining(results, y)
+            yield from experts.combining(results, gated, y)
             yield normalising(norm, y, x, Flag.ADD, factor=scale)
 
     def _inner(self, layer: PackedLayer) -> Iterator[Op]:
@@ -262,16 +262,7 @@ class Program:
             assert buffers.results is not None
             yield from mlp.computing(source, buffers.scores, buffers.gated, buffers.gates, buffers.results)
             return
-        bias, activation = mlp.inner_bias, mlp.activation
-        if not mlp.apart:
-            flags = Flag.GATED if mlp.of.gated else Flag.NONE
-            yield linear(mlp.inner[0], source, buffers.gated, bias, flags, activation=activation)
-            return
-        gate, up = mlp.inner
-        assert buffers.gates is not None
-        yield linear(gate, source, buffers.gates, bias)
-        yield linear(up, source, buffers.gated, None if bias is None else bias[gate.n :])
-        yield gating(buffers.gates, buffers.gated, gate.n, activation)
+        yield from mlp.computing(source, buffers.gated, buffers.gates)
 
     def _enter(self, layer: int, norm: PackedNorm | None) -> Iterator[Op]:
         """Normalise a layer's input; if it is tapped, `next_taps` sets the address of the copy."""

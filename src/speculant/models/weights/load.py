@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -297,7 +297,9 @@ def _read_folder(folder: Path) -> tuple[dict[str, Any], StoredWeights, DecoderCo
     layers = max(decoder.num_layers, len(decoder.encoder.layers) if decoder.encoder else 0)
     tensors = without_heads(tensors, config, layers)
     check_layers(tensors, layers)
-    return (config, tensors, decoder) if scheme is None else (config, *open_modules(tensors, scheme, decoder))
+    if scheme is not None:
+        tensors, decoder = open_modules(tensors, scheme, decoder)
+    return config, tensors, replace(decoder, tensors=decoder.tensors.unstacked(tensors.names()))
 
 
 def _read_gguf(path: Path) -> tuple[dict[str, Any], StoredWeights, DecoderConfig]:

@@ -47,8 +47,8 @@ ALTERNATING = layers_of(SLIDES, FULL, SLIDES)
 HYBRID = [layers_of(*kinds) for other in ("conv", "linear_attention") for kinds in ((other, FULL), (FULL, other))]
 # Legal values of entries, beside an absent one. A value may be a function of the other entries.
 GROUPS: list[tuple[str, list[Any]]] = [
-    ("vocab_size hidden_size n_embd d_model intermediate_size n_inner d_ff moe_intermediate_size", [64]),
-    ("shared_intermediate_size", [64]),
+    ("vocab_size hidden_size n_embd d_model intermediate_size n_inner d_ff", [64]),
+    ("moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size", [64]),
     ("num_hidden_layers n_layer num_layers num_decoder_layers", [1, 2, 4]),
     ("num_attention_heads n_head num_heads", [2, 8]),
     ("num_key_value_heads", [1, 4, None]),
@@ -89,6 +89,9 @@ GROUPS: list[tuple[str, list[Any]]] = [
     ("num_experts num_local_experts", [6]),
     ("num_experts_per_tok", [1, 3]),
     ("mlp_only_layers", [[], [1]]),
+    ("num_dense_layers", [0, 1, 2]),
+    ("use_expert_bias", FLAG),
+    ("routed_scaling_factor", [1.0, 1.7]),
     ("decoder_sparse_step", [1, 2]),
     ("relative_attention_num_buckets", [8, 32]),
     ("relative_attention_max_distance", [64, 128]),
@@ -315,6 +318,7 @@ def test_vectors_of_bfloat16_change_in_float32(tmp_path: Path, family: str) -> N
 
 ROPE = {"rope_type", "llama_4_scaling_beta"}  # dynamic scaling, proportional with a share; of no other architecture
 GEMMA = {"query_pre_attn_scalar", "attn_logit_softcapping", "hidden_activation"}
+SIZES = "linear_key_head_dim linear_value_head_dim linear_num_value_heads"  # of layer_types that no interval gives
 T5 = {"relative_attention_max_distance", "feed_forward_proj", "dense_act_fn"}
 REFUSED: dict[str, set[str]] = {  # what GGUF has no key for
     **{family: {"hidden_act", *ROPE} for family in STORED},
@@ -326,6 +330,9 @@ REFUSED: dict[str, set[str]] = {  # what GGUF has no key for
     "gemma3_text": {*(GEMMA - {"attn_logit_softcapping"}), "rope_theta", *ROPE},
     "gpt2": {"activation_function", "scale_attn_weights"},
     "qwen3_5_text": {"hidden_act", *ROPE},
+    "qwen3_5_moe_text": {"hidden_act", *ROPE},
+    "qwen3_next": {"hidden_act", "mlp_only_layers", "decoder_sparse_step", *ROPE},
+    "lfm2_moe": {"conv_bias", "use_expert_bias", *ROPE},
     "lfm2": {"conv_bias", *ROPE},
     "granitemoehybrid": {
         "mamba_proj_bias",
