@@ -251,6 +251,15 @@ def test_templates_and_roles_are_the_same(small: Path, tmp_path: Path) -> None:
     assert {role: read.special_token(role) for role in roles} == {"eos_token": "b", "bos_token": "a", "mask_token": "c"}
 
 
+def test_characters_are_composed_as_in_the_source(small: Path, tmp_path: Path) -> None:
+    """Qwen's tokenizers begin with this step."""
+    source = shutil.copytree(small, tmp_path / "source")
+    content = json.loads((source / "tokenizer.json").read_text())
+    (source / "tokenizer.json").write_text(json.dumps({**content, "normalizer": {"type": "NFC"}}))
+    own, read = (Tokenizer.load(each) for each in (source, written(source, tmp_path / "out.gguf", "int8")))
+    assert read.encode("e\u0301") == own.encode("e\u0301") == own.encode("\u00e9")
+
+
 def test_a_tokenizer_that_would_be_another_is_refused(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,7 +319,7 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "family": ({"model_type": "glm4"}, {}, "'glm4' are not written as GGUF"),
     "settings": ({"hidden_act": "relu"}, {}, "hidden_act = 'relu', and a GGUF file of its family has no key for it"),
-    "normalizer": ({}, {"normalizer": {"type": "NFC"}}, "not a byte-level BPE"),
+    "normalizer": ({}, {"normalizer": {"type": "Lowercase"}}, "not a byte-level BPE"),
     "merges": ({}, {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}, "not a byte-level BPE"),
     "unigram": ({}, {"model": {"type": "Unigram", "vocab": [], "unk_id": 0}}, "another way than T5's"),
     "split": ({}, {"pre_tokenizer": {"type": "Metaspace"}}, "the step 'Metaspace'"),

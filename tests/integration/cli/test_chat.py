@@ -394,6 +394,7 @@ def serve() -> Iterator[Any]:
 def test_a_server_answers_in_the_chat(serve: Any) -> None:
     server = serve(GOOD)
     flags = "--temperature 0 --logit-bias 3=1.5 --api-key secret --system S --max-tokens 8 --verbose"
+    flags += " --chat-template-kwargs enable_thinking=false"
     result = invoke("chat", "--url", server.url + "/v1/", "two", *flags.split(), stdin="Hi\n/speculation off\nBye\n")
     assert result.stdout == "Hm.Yes!\n" * 2
     assert result.stderr.splitlines()[0] == f"two at {server.url}/v1"
@@ -408,6 +409,7 @@ def test_a_server_answers_in_the_chat(serve: Any) -> None:
         "temperature": 0.0,
         "max_tokens": 8,
         "logit_bias": {"3": 1.5},
+        "chat_template_kwargs": {"enable_thinking": False},
         "speculant": {"tokens": True},
     }
     assert second["messages"] == [SYSTEM, HI, {"role": "assistant", "content": "Yes!"}, BYE], "without the reasoning"

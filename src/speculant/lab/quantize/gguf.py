@@ -487,6 +487,9 @@ def rope_tensors(config: Config, decoder: DecoderConfig) -> dict[str, np.ndarray
 
 _FOLDER = "name a folder as OUT instead of a .gguf file."
 _EOS, *_OTHER_ENDS = (f"tokenizer.ggml.{key}" for key in END_KEYS)
+_UNSTATED = (
+    "NFC",
+)  # steps of a BPE that llama.cpp's conversion leaves out, as Qwen's; readers of tokenizer.json apply them
 _UNUSED_SCORE = -10000.0
 _WORDS = SPLITS["gpt-2"].patterns  # of a ByteLevel step that splits by itself
 
@@ -507,7 +510,8 @@ def tokenizer_entries(folder: Path, vocab_size: int) -> dict[str, Any]:
     model = content.get("model") or {}
     if model.get("type") == "Unigram":
         return _unigram_entries(folder, content, settings, vocab_size)
-    others = model.get("byte_fallback") or content.get("normalizer") or not model.get("merges")
+    step = content.get("normalizer") or {}
+    others = model.get("byte_fallback") or step.get("type") not in (None, *_UNSTATED) or not model.get("merges")
     if model.get("type", "BPE") != "BPE" or others:
         raise ModelError(
             "this tokenizer is not a byte-level BPE, nor T5's Unigram; only those are written to GGUF files", _FOLDER
