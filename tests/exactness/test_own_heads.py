@@ -112,6 +112,25 @@ def test_a_chat_with_drafts_reads_as_few_tokens_as_without(target: str, tmp_path
         assert found == known, length
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_head_may_have_experts(tmp_path: Path, apart: bool, engine: str) -> None:
+    """Stacked, or each with a name of its own."""
+    target = write_with_head(tmp_path, "qwen3_5_moe")
+    tensors = load_file(f"{target}/model.safetensors")
+    if apart:
+        down = tensors.pop("mtp.layers.0.mlp.experts.down_proj")
+        inner = tensors.pop("mtp.layers.0.mlp.experts.gate_up_proj")
+        for index in range(len(down)):
+            own = (*inner[index].chunk(2), down[index])
+            names = (f"mtp.layers.0.mlp.experts.{index}.{part}_proj.weight" for part in ("gate", "up", "down"))
+            tensors |= {name: each.clone() for name, each in zip(names, own, strict=True)}
+        save_file(tensors, f"{target}/model.safetensors")
+    params, job = params_of(2, 12)["greedy"], Job(target, prompts_of(2), (HIDDEN_SIZE, VOCAB_SIZE), ENGINES[engine])
+    texts, *_ = job.generate(params, speculative_config=MTP)
+    assert texts == job.plain(params)
+
+
 @native
 def test_the_head_is_used_by_default_beside_lookups(target: str) -> None:
     params = params_of(4, 24)["greedy"]

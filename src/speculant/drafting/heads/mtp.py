@@ -174,7 +174,7 @@ def _state_first(folder: HeadFolder, weights: Renamed) -> bool:
 def rename(name: str, num_layers: int, module: int = 0) -> str | None:
     """Return the model's name of a tensor of a module, for a target of `num_layers` layers; None = it is not of it."""
     outer = rf"mtp_layers\.{module}|layers\.{num_layers + module}|mtp(?:\.layers\.{module})?"
-    found = re.fullmatch(rf"(?:{outer})\.(.+?)(\.weight|\.bias)", name)
+    found = re.fullmatch(rf"(?:{outer})\.(.+?)(\.weight|\.bias|(?<=_proj))", name)  # stacked experts have no suffix
     if found is None or found[1].startswith("layers."):  # the layer of another module
         return None
     part, kind = found.groups()

@@ -182,7 +182,8 @@ QWEN, QWEN_COUNT = "mtp.", "mtp_num_hidden_layers"  # begins the names of tensor
 
 def describe_qwen(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> DecoderConfig:
     """Describe the layer of Qwen's head, from config.json; see `sizes_of_family`."""
-    return _with_offset(sizes_of_family(config, names, target))
+    found = _with_offset(sizes_of_family(config, names, target))
+    return replace(found, tensors=found.tensors.unstacked(names))
 
 
 def _with_offset(sizes: DecoderConfig) -> DecoderConfig:
