@@ -36,12 +36,25 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_with_head(tmp_path_factory.mktemp("qwen3_5"))
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_with_head(tmp_path_factory.mktemp("qwen3_5_moe"), "qwen3_5_moe")
+
+
+@pytest.mark.parametrize("model", ["target", "experts"])
 @pytest.mark.parametrize("distribution", ["greedy", "seeded"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_texts_are_those_of_plain_decoding(target: str, engine: str, distribution: str) -> None:
+def test_texts_are_those_of_plain_decoding(
+    request: pytest.FixtureRequest, model: str, engine: str, distribution: str
+) -> None:
     """Random heads: nearly every draft is rejected."""
     params = params_of(4, 16)[distribution]
-    job = Job(target, prompts_of(4), (HIDDEN_SIZE, VOCAB_SIZE), {"max_model_len": 32, **ENGINES[engine]})
+    job = Job(
+        request.getfixturevalue(model),
+        prompts_of(4),
+        (HIDDEN_SIZE, VOCAB_SIZE),
+        {"max_model_len": 32, **ENGINES[engine]},
+    )
     plain = job.plain(params)
     for batch, length in ((4, 3), (1, 5)):
         config = {**MTP, "num_speculative_tokens": length}

@@ -60,6 +60,7 @@ PARTS = {
     "input_proj": "fc", "fc": "fc", "eh_proj": "fc",
     "final_layernorm": "norm", "norm": "norm", "shared_head.norm": "norm", "shared_head.head": "lm_head",
 }  # fmt: skip
+STACKED = r"experts\.gate_up_proj", r"experts\.down_proj"  # end the names of tensors of all experts
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def _state_first(folder: HeadFolder, weights: Renamed) -> bool:
 def rename(name: str, num_layers: int, module: int = 0) -> str | None:
     """Return the model's name of a tensor of a module, for a target of `num_layers` layers; None = it is not of it."""
     outer = rf"mtp_layers\.{module}|layers\.{num_layers + module}|mtp(?:\.layers\.{module})?"
-    found = re.fullmatch(rf"(?:{outer})\.(.+?)(\.weight|\.bias)", name)
+    found = re.fullmatch(rf"(?:{outer})\.(.+?)(\.weight|\.bias|(?<={STACKED[0]})|(?<={STACKED[1]}))", name)
     if found is None or found[1].startswith("layers."):  # the layer of another module
         return None
     part, kind = found.groups()
