@@ -15,7 +15,7 @@ INNER_IMPORTS = 139  # of names that two files of a room have, of names that are
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1477, 5),
     "cli": (3249, 12),
-    "drafting": (7431, 44),
+    "drafting": (7433, 44),
     "engine": (5275, 18),
     "kernels": (1641, 8),
     "lab.bench": (4234, 13),
