@@ -229,25 +229,30 @@ QWEN35: dict[str, Any] = {
 }  # fmt: skip
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+QWEN35_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
 
 
 def write_with_head(folder: Path, form: str = "qwen3_5", **shape: Any) -> str:
     """Write a checkpoint with a head for multi-token prediction among its weights; shape: see `Shape`.
 
-    form: of its names, in a Llama's files; or the family Qwen3.5, perhaps with experts.
+    form: of its names, in a Llama's files; or the family Qwen3.5, perhaps with experts, which the head has too.
     """
-    hybrid, routed = form.startswith("qwen3_5"), form == "qwen3_5_moe"
-    settings = {**QWEN35, **(EXPERTS if routed else {})} if hybrid else {"num_nextn_predict_layers": 1}
+    hybrid = form.startswith("qwen3_5")
+    settings = {**QWEN35, **(QWEN35_EXPERTS if form == "qwen3_5_moe" else {})}
+    settings = settings if hybrid else {"num_nextn_predict_layers": 1}
     own = {"family": f"{form}_text", "layers": 3} if hybrid else {"layers": 2}
     target = write_checkpoint(folder / "target", Shape(**own, **shape, settings=tuple(settings.items())))
     inner = {"intermediate_size": 2 * HIDDEN_SIZE, "gated": hybrid}
     head = write_mtp(folder / "head", HIDDEN_SIZE, VOCAB_SIZE, "qwen" if hybrid else form, own["layers"], **inner)
     stored = [load_file(f"{each}/model.safetensors") for each in (target, head)]
-    if routed:
-        mlp = {name: each.clone() for name, each in stored[0].items() if name.startswith("model.layers.0.mlp.")}
+    if form == "qwen3_5_moe":
+        layer, mine = "model.layers.1.", "mtp.layers.0."
         stored[1] = {name: each for name, each in stored[1].items() if ".mlp." not in name}
-        stored[1] |= {name.replace("model", "mtp", 1): each for name, each in mlp.items()}
+        stored[1] |= {
+            name.replace(layer, mine): each.flip(0) for name, each in stored[0].items() if f"{layer}mlp." in name
+        }
     save_file({**stored[0], **stored[1]}, f"{target}/model.safetensors")
     return target
 

@@ -79,7 +79,8 @@ def write_blocks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
         own = {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": False}
         if family in STATES:
-            own |= {"linear_value_head_dim": 64, "shared_intermediate_size": 256}  # so that rows have whole blocks
+            own |= {"linear_value_head_dim": 64, "linear_num_value_heads": 4}  # the result of all has whole blocks
+            own |= {"shared_expert_intermediate_size": 256, "shared_intermediate_size": 256}
         given = {**heads, **STORED[family][variant], **WIDE, **inner, **own}
         settings = {**AutoConfig.for_model(family, **given).to_dict(), **given, "eos_token_id": END}
         folder = tmp_path_factory.mktemp(family)

@@ -46,12 +46,25 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_with_head(tmp_path_factory.mktemp("qwen3_5"))
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_with_head(tmp_path_factory.mktemp("qwen3_5_moe"), "qwen3_5_moe")
+
+
+@pytest.mark.parametrize("model", ["target", "experts"])
 @pytest.mark.parametrize("distribution", ["greedy", "seeded"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_texts_are_those_of_plain_decoding(target: str, engine: str, distribution: str) -> None:
+def test_texts_are_those_of_plain_decoding(
+    request: pytest.FixtureRequest, model: str, engine: str, distribution: str
+) -> None:
     """Random heads: nearly every draft is rejected."""
     params = params_of(4, 16)[distribution]
-    job = Job(target, prompts_of(4), (HIDDEN_SIZE, VOCAB_SIZE), {"max_model_len": 32, **ENGINES[engine]})
+    job = Job(
+        request.getfixturevalue(model),
+        prompts_of(4),
+        (HIDDEN_SIZE, VOCAB_SIZE),
+        {"max_model_len": 32, **ENGINES[engine]},
+    )
     plain = job.plain(params)
     for batch, length in ((4, 3), (1, 5)):
         config = {**MTP, "num_speculative_tokens": length}
@@ -112,23 +125,20 @@ def test_a_chat_with_drafts_reads_as_few_tokens_as_without(target: str, tmp_path
         assert found == known, length
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_head_may_have_experts(tmp_path: Path, apart: bool, engine: str) -> None:
-    """Stacked, or each with a name of its own."""
-    target = write_with_head(tmp_path, "qwen3_5_moe")
-    tensors = load_file(f"{target}/model.safetensors")
-    if apart:
-        down = tensors.pop("mtp.layers.0.mlp.experts.down_proj")
-        inner = tensors.pop("mtp.layers.0.mlp.experts.gate_up_proj")
-        for index in range(len(down)):
-            own = (*inner[index].chunk(2), down[index])
-            names = (f"mtp.layers.0.mlp.experts.{index}.{part}_proj.weight" for part in ("gate", "up", "down"))
-            tensors |= {name: each.clone() for name, each in zip(names, own, strict=True)}
-        save_file(tensors, f"{target}/model.safetensors")
-    params, job = params_of(2, 12)["greedy"], Job(target, prompts_of(2), (HIDDEN_SIZE, VOCAB_SIZE), ENGINES[engine])
-    texts, *_ = job.generate(params, speculative_config=MTP)
-    assert texts == job.plain(params)
+@native
+def test_a_head_s_experts_may_have_names_of_their_own(experts: str, tmp_path: Path) -> None:
+    target = shutil.copytree(experts, tmp_path / "apart")
+    tensors = load_file(target / "model.safetensors")
+    of = "mtp.layers.0.mlp.experts"
+    inner, down = tensors.pop(f"{of}.gate_up_proj"), tensors.pop(f"{of}.down_proj")
+    for index, both in enumerate(inner):
+        for part, own in zip(("gate", "up", "down"), (*both.chunk(2), down[index]), strict=True):
+            tensors[f"{of}.{index}.{part}_proj.weight"] = own.clone()
+    save_file(tensors, target / "model.safetensors")
+    params = params_of(2, 12)["greedy"]
+    jobs = [Job(str(each), prompts_of(2), (HIDDEN_SIZE, VOCAB_SIZE), ENGINES["float32"]) for each in (experts, target)]
+    stacked, apart = (job.generate(params, speculative_config=MTP) for job in jobs)
+    assert apart == stacked
 
 
 @native

@@ -168,7 +168,8 @@ def sizes_of_family(config: Mapping[str, Any], names: Collection[str], target: C
         raise ModelError("config.json describes no layer with attention, as the head's must be like", "correct it.")
     windows = _windows([layer.window], decoder.max_positions, target.max_positions)
     tensors = [(_in_head(name), with_name(made, _in_head)) for name, made in decoder.tensors.names]
-    return replace(decoder, layers=tuple(windowed(layer, windows)), tensors=TensorMap(tuple(tensors)))
+    own = TensorMap(tuple(tensors)).unstacked(names)
+    return replace(decoder, layers=tuple(windowed(layer, windows)), tensors=own)
 
 
 def _in_head(name: str) -> str:
@@ -182,8 +183,7 @@ QWEN, QWEN_COUNT = "mtp.", "mtp_num_hidden_layers"  # begins the names of tensor
 
 def describe_qwen(config: Mapping[str, Any], names: Collection[str], target: CausalLM) -> DecoderConfig:
     """Describe the layer of Qwen's head, from config.json; see `sizes_of_family`."""
-    found = _with_offset(sizes_of_family(config, names, target))
-    return replace(found, tensors=found.tensors.unstacked(names))
+    return _with_offset(sizes_of_family(config, names, target))
 
 
 def _with_offset(sizes: DecoderConfig) -> DecoderConfig:
