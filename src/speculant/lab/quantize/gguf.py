@@ -138,7 +138,7 @@ class GgufModel:
 
 def read_folder(folder: Path) -> GgufModel:
     """Return the content of a GGUF file with a folder's model. Raises ModelError for a model that can't be written."""
-    name, known = str(read_json(folder / "config.json").get("model_type")), gguf_families()
+    name, known = str(text_config(read_json(folder / "config.json")).get("model_type")), gguf_families()
     if name not in known:
         raise ModelError(
             f"models of the type {name!r} are not written as GGUF files",
