@@ -325,4 +325,4 @@ def test_the_head_of_a_model_that_reads_images_is_found(
     texts, drafted, _ = job.generate(params, speculative_config=MTP)
     assert texts == replace(job, target=target).plain(params)
     assert drafted > 0
-    assert gguf.read_folder(folder).tensors.keys() == gguf.read_folder(Path(target)).tensors.keys()
+    assert read_folder(folder).tensors.keys() == read_folder(Path(target)).tensors.keys()

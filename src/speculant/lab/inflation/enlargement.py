@@ -95,6 +95,8 @@ def decoder_shape(decoder: DecoderConfig) -> Shape:
         raise ModelError("encoder-decoder models can't be inflated", "use a model without an encoder.")
     if any(isinstance(layer.mlp, Experts) for layer in decoder.layers):
         raise ModelError("models with experts can't be inflated", "use a dense model.")
+    if any(of and of.steps for of in decoder.states):
+        raise ModelError("models with layers of Mamba 2 can't be inflated", "use another model.")
     if len({*decoder.states} - {None}) > 1:
         raise ModelError("models whose layers have states of different sizes can't be inflated", "use another model.")
     if len({layer.mlp.size for layer in decoder.layers}) > 1:

@@ -97,6 +97,10 @@ def test_every_family_can_grow(case: tuple[str, str], tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=r"models with experts can't be inflated"):
             inflate(small, tmp_path / "large", SHAPE)
         return
+    if any(layer.state and layer.state.steps for layer in layers):
+        with pytest.raises(ModelError, match=r"layers of Mamba 2 can't be inflated"):
+            inflate(small, tmp_path / "large", SHAPE)
+        return
     if len({layer.attention.head_dim for layer in layers if layer.attention}) > 1:
         with pytest.raises(ModelError, match=r"other arithmetic at this shape|MLPs of different sizes"):
             inflate(small, tmp_path / "large", Shape(128, 136, 6, 16, 4))
