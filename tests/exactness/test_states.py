@@ -136,8 +136,8 @@ def test_a_state_with_a_row_too_many_is_seen(monkeypatch: pytest.MonkeyPatch, fa
         return rows._replace(**{name: max(0, getattr(rows, name) + by) for name, by in fault.items()})
 
     monkeypatch.setattr(KVCache, "advance", wrong)
-    case = Case(Pair(3, 3, FULL_SUPPORT), 2, prompt=(0, 1, 2, 1), steps=2, cache=BLOCKS, has_states=True)
-    with pytest.raises(AssertionError):
+    case = Case(Pair(3, 2, FULL_SUPPORT), 1, prompt=(0, 1, 1, 1), steps=2, cache=BLOCKS, has_states=True)
+    with pytest.raises((AssertionError, ValueError)):  # or numbers that are none, of a row that nobody wrote
         assert_exact(case)
 
 
