@@ -10,11 +10,11 @@ from .chat import (
 from .demo import (
     ACCEPTED as ACCEPTED,
     CHOSEN as CHOSEN,
-    ComparedPrompt as ComparedPrompt,
     DTYPE as DTYPE,
-    DecodedPrompt as DecodedPrompt,
     PROMPT as PROMPT,
     SPEC_LENGTH as SPEC_LENGTH,
+    ComparedPrompt as ComparedPrompt,
+    DecodedPrompt as DecodedPrompt,
     pool as pool,
     run as run,
     summary as summary,
@@ -27,11 +27,11 @@ from .doctor import (
 )
 from .entry import EXIT_INTERRUPTED as EXIT_INTERRUPTED
 from .flags import (
+    NEW_TOKENS as NEW_TOKENS,
     EngineFlags as EngineFlags,
     FlagGroup as FlagGroup,
     LogLevel as LogLevel,
     Model as Model,
-    NEW_TOKENS as NEW_TOKENS,
     NamedModel as NamedModel,
     SamplingFlags as SamplingFlags,
     accepts_flags as accepts_flags,

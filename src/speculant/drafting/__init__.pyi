@@ -1,10 +1,10 @@
 from .base import (
     Build as Build,
-    DraftModels as DraftModels,
     Drafter as Drafter,
     DrafterContext as DrafterContext,
     DrafterNeeds as DrafterNeeds,
     DrafterReads as DrafterReads,
+    DraftModels as DraftModels,
     Method as Method,
     Selector as Selector,
     StatelessDrafter as StatelessDrafter,
@@ -62,8 +62,8 @@ from .lookup.ngram import (
     context_hash as context_hash,
 )
 from .lookup.prediction import (
-    Alignment as Alignment,
     LONGEST_MATCH as LONGEST_MATCH,
+    Alignment as Alignment,
     PredictionDrafter as PredictionDrafter,
 )
 from .lookup.reading import (
@@ -82,10 +82,10 @@ from .lookup.suffix import (
     SuffixStore as SuffixStore,
 )
 from .lookup.synthetic import SyntheticDrafter as SyntheticDrafter, SyntheticOptions as SyntheticOptions
-from .lookup.tables import BigramTables as BigramTables, FORMAT as FORMAT
+from .lookup.tables import FORMAT as FORMAT, BigramTables as BigramTables
 from .lookup.token_recycling import (
-    NodeAcceptance as NodeAcceptance,
     PRIOR as PRIOR,
+    NodeAcceptance as NodeAcceptance,
     RecyclingOptions as RecyclingOptions,
     TokenRecycling as TokenRecycling,
     grow as grow,

@@ -14,41 +14,41 @@ from .commit import Committed as Committed, fail as fail, roll_back as roll_back
 from .draft_loading import draft_vocabulary as draft_vocabulary
 from .engine import Engine as Engine, EngineOptions as EngineOptions
 from .generation import (
+    REFUSED as REFUSED,
     ExplicitEncoderDecoderPrompt as ExplicitEncoderDecoderPrompt,
     Generation as Generation,
     PlainPrompt as PlainPrompt,
     Prompt as Prompt,
     PromptPair as PromptPair,
-    REFUSED as REFUSED,
     RenderedPrompt as RenderedPrompt,
     StreamPiece as StreamPiece,
     TextPrompt as TextPrompt,
     TokensPrompt as TokensPrompt,
 )
 from .llm import (
+    LLM as LLM,
     BeamSearchOutput as BeamSearchOutput,
     BeamSearchParams as BeamSearchParams,
     BeamSearchSequence as BeamSearchSequence,
-    LLM as LLM,
     progress as progress,
 )
 from .logprobs import LogprobRow as LogprobRow, record_prompt as record_prompt, token_logprobs as token_logprobs
 from .memory import (
-    CacheMemory as CacheMemory,
     FALLBACK as FALLBACK,
-    Need as Need,
     SHARE_OF_FREE as SHARE_OF_FREE,
+    CacheMemory as CacheMemory,
+    Need as Need,
     free_memory as free_memory,
 )
 from .precision import (
     AUTO as AUTO,
-    DraftSample as DraftSample,
     LEAST_GAIN as LEAST_GAIN,
-    LargeDraft as LargeDraft,
     PROMPT as PROMPT,
-    Precision as Precision,
     ROOM as ROOM,
     UNCHANGED as UNCHANGED,
+    DraftSample as DraftSample,
+    LargeDraft as LargeDraft,
+    Precision as Precision,
     choose_precision as choose_precision,
     draft_seconds as draft_seconds,
     drawn as drawn,

@@ -1,7 +1,7 @@
 from .adaptive import (
+    BUDGET as BUDGET,
     Adaptive as Adaptive,
     Array as Array,
-    BUDGET as BUDGET,
     Experiments as Experiments,
     MethodAcceptance as MethodAcceptance,
     Offers as Offers,
@@ -9,38 +9,38 @@ from .adaptive import (
     choose_scored as choose_scored,
 )
 from .base import (
+    LONGEST as LONGEST,
     DraftLength as DraftLength,
     DraftLengthContext as DraftLengthContext,
     DraftOutcome as DraftOutcome,
     GuardedLength as GuardedLength,
-    LONGEST as LONGEST,
     ScoredDraft as ScoredDraft,
     completed as completed,
     num_rows as num_rows,
 )
 from .confidence import Confidence as Confidence, build as build, stop_below as stop_below
 from .costs import (
-    AttentionSeconds as AttentionSeconds,
-    Backlogs as Backlogs,
-    CostCurve as CostCurve,
-    KeyCosts as KeyCosts,
     LEARNT as LEARNT,
     NEAR as NEAR,
     NO_ATTENTION as NO_ATTENTION,
     ROW_SHARE as ROW_SHARE,
+    UNKNOWN_COSTS as UNKNOWN_COSTS,
+    AttentionSeconds as AttentionSeconds,
+    Backlogs as Backlogs,
+    CostCurve as CostCurve,
+    KeyCosts as KeyCosts,
     Reading as Reading,
     StepCosts as StepCosts,
-    UNKNOWN_COSTS as UNKNOWN_COSTS,
 )
 from .fixed import Fixed as Fixed
 from .measuring import (
-    Calibration as Calibration,
     DEPTHS as DEPTHS,
-    Measurement as Measurement,
     ROWS as ROWS,
     SEQUENCES as SEQUENCES,
     SLICE_S as SLICE_S,
     START_S as START_S,
+    Calibration as Calibration,
+    Measurement as Measurement,
     make_sequence as make_sequence,
     read_curves as read_curves,
     spread_token as spread_token,

@@ -1,10 +1,10 @@
 from .backends.base import (
     AS_STORED as AS_STORED,
     AUTO as AUTO,
-    Backend as Backend,
     CODED as CODED,
     KIND as KIND,
     PLAIN as PLAIN,
+    Backend as Backend,
     Packing as Packing,
     RoundsWeights as RoundsWeights,
     TimesWeights as TimesWeights,
@@ -58,6 +58,9 @@ from .config import (
 )
 from .description import (
     ACTIVATIONS as ACTIVATIONS,
+    MOST_WEIGHTS as MOST_WEIGHTS,
+    NORMS as NORMS,
+    SAME_NAMES as SAME_NAMES,
     Attention as Attention,
     Clamped as Clamped,
     Columns as Columns,
@@ -71,15 +74,12 @@ from .description import (
     Head as Head,
     Layer as Layer,
     LogOfNegative as LogOfNegative,
-    MOST_WEIGHTS as MOST_WEIGHTS,
     Mlp as Mlp,
-    NORMS as NORMS,
     Norm as Norm,
     Plus as Plus,
     Rope as Rope,
     RowOperation as RowOperation,
     Rows as Rows,
-    SAME_NAMES as SAME_NAMES,
     Shape as Shape,
     Stacked as Stacked,
     State as State,
@@ -97,15 +97,15 @@ from .description import (
 )
 from .gguf import (
     ARCHITECTURE as ARCHITECTURE,
-    ENDS as ENDS,
     END_KEYS as END_KEYS,
+    ENDS as ENDS,
     FAMILIES as FAMILIES,
-    GgufFamily as GgufFamily,
     NEUTRAL as NEUTRAL,
-    Number as Number,
     ROPE_FREQS as ROPE_FREQS,
     ROPE_LONG as ROPE_LONG,
     ROPE_SHORT as ROPE_SHORT,
+    GgufFamily as GgufFamily,
+    Number as Number,
     Truth as Truth,
     experts_of as experts_of,
     gguf_families as gguf_families,
@@ -151,9 +151,9 @@ from .native.packed import (
     recurring as recurring,
 )
 from .native.program import (
+    TAPPED_ROWS as TAPPED_ROWS,
     EncoderProgram as EncoderProgram,
     Program as Program,
-    TAPPED_ROWS as TAPPED_ROWS,
     TapMemory as TapMemory,
 )
 from .native.speeds import (
@@ -231,12 +231,12 @@ from .vocabulary import (
     TargetVocabulary as TargetVocabulary,
 )
 from .weights.cache import (
-    DamagedFileError as DamagedFileError,
     KEPT as KEPT,
     LEAST_BYTES as LEAST_BYTES,
     LIMIT_BYTES as LIMIT_BYTES,
     MAPPED as MAPPED,
     PACKED as PACKED,
+    DamagedFileError as DamagedFileError,
     WeightCache as WeightCache,
     WeightStore as WeightStore,
     cache_files as cache_files,

@@ -1,7 +1,7 @@
 from .choice import (
+    GROUP as GROUP,
     Chance as Chance,
     Chances as Chances,
-    GROUP as GROUP,
     KeyedChances as KeyedChances,
     KeyedNoise as KeyedNoise,
     MostLikely as MostLikely,

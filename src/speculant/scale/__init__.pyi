@@ -1,11 +1,11 @@
 from .application import PROXIES as PROXIES, app as app, read_arguments as read_arguments
 from .batches import (
+    MOST_BYTES as MOST_BYTES,
     Answerer as Answerer,
     BatchJob as BatchJob,
     BatchLine as BatchLine,
     LineAnswer as LineAnswer,
     LineError as LineError,
-    MOST_BYTES as MOST_BYTES,
     Origin as Origin,
     Write as Write,
     answer_lines as answer_lines,
@@ -21,19 +21,19 @@ from .batches import (
     success as success,
 )
 from .front import (
-    Fleet as Fleet,
     MOST_CHARACTERS as MOST_CHARACTERS,
     REPLICA as REPLICA,
-    RoutedRequest as RoutedRequest,
     TRIES as TRIES,
+    Fleet as Fleet,
+    RoutedRequest as RoutedRequest,
     joined as joined,
     make_front as make_front,
     routed as routed,
 )
 from .options import (
-    Cores as Cores,
     FULL as FULL,
     REPLICA_FIELDS as REPLICA_FIELDS,
+    Cores as Cores,
     ReplicaOptions as ReplicaOptions,
     check_fit as check_fit,
     check_ray as check_ray,

@@ -7,10 +7,10 @@ from .app import (
 )
 from .http.clients import (
     API_KEY as API_KEY,
+    USER as USER,
     Connections as Connections,
     Rarely as Rarely,
     RoundRobin as RoundRobin,
-    USER as USER,
     bounded_connections as bounded_connections,
     client_of as client_of,
     is_within as is_within,
@@ -21,9 +21,9 @@ from .http.clients import (
     with_mapped as with_mapped,
 )
 from .http.connection import (
+    MOST_HEADERS as MOST_HEADERS,
     ChunkCount as ChunkCount,
     HttpConnection as HttpConnection,
-    MOST_HEADERS as MOST_HEADERS,
     Surroundings as Surroundings,
     check_head as check_head,
     check_request as check_request,
@@ -36,7 +36,7 @@ from .http.limits import (
     NamedUsers as NamedUsers,
     RequestLimits as RequestLimits,
 )
-from .http.server import Acceptor as Acceptor, LAST_EVENTS as LAST_EVENTS, Server as Server, tls_context as tls_context
+from .http.server import LAST_EVENTS as LAST_EVENTS, Acceptor as Acceptor, Server as Server, tls_context as tls_context
 from .metrics import RequestMeter as RequestMeter, ServerMetrics as ServerMetrics, token_buckets as token_buckets
 from .openai.answers import (
     LOWEST as LOWEST,
@@ -54,15 +54,15 @@ from .openai.messages import (
 from .openai.protocol import (
     ACCEPTED as ACCEPTED,
     BODIES as BODIES,
+    MOST_ENTRIES as MOST_ENTRIES,
+    REFUSED as REFUSED,
+    SETTINGS as SETTINGS,
     Body as Body,
     ChatBody as ChatBody,
     CompletionBody as CompletionBody,
     GeneratingBody as GeneratingBody,
-    MOST_ENTRIES as MOST_ENTRIES,
     Message as Message,
-    REFUSED as REFUSED,
     ResponseBody as ResponseBody,
-    SETTINGS as SETTINGS,
     count_entries as count_entries,
     read_body as read_body,
 )
@@ -88,8 +88,8 @@ from .openai.settings import (
 from .openai.store import (
     PER_ITEM as PER_ITEM,
     PER_RESPONSE as PER_RESPONSE,
-    ResponseStore as ResponseStore,
     SHARE as SHARE,
+    ResponseStore as ResponseStore,
     StoredItem as StoredItem,
     StoredResponse as StoredResponse,
     Turn as Turn,
@@ -104,8 +104,8 @@ from .process import (
     whole_response as whole_response,
 )
 from .records import (
-    AccessLog as AccessLog,
     FORMS as FORMS,
+    AccessLog as AccessLog,
     RequestRecord as RequestRecord,
     RequestRecords as RequestRecords,
     Tracer as Tracer,
@@ -113,7 +113,7 @@ from .records import (
     phases as phases,
     traces_url as traces_url,
 )
-from .state import Admission as Admission, LARGE as LARGE, ServerState as ServerState, TextLanes as TextLanes
+from .state import LARGE as LARGE, Admission as Admission, ServerState as ServerState, TextLanes as TextLanes
 from .tools import find_format as find_format
 from .tools.base import (
     CallShape as CallShape,
@@ -130,12 +130,12 @@ from .tools.base import (
 )
 from .wire import (
     ABORT as ABORT,
+    RECORD as RECORD,
+    REQUEST_ID as REQUEST_ID,
     ApiError as ApiError,
     ClientGoneError as ClientGoneError,
     Deferred as Deferred,
     EventStream as EventStream,
-    RECORD as RECORD,
-    REQUEST_ID as REQUEST_ID,
     api_error as api_error,
     encode as encode,
     encode_in_parts as encode_in_parts,

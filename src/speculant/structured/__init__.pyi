@@ -6,22 +6,22 @@ from .constraint import (
 )
 from .grammars import Grammars as Grammars
 from .lanes import (
-    Allowance as Allowance,
     CLIENT_SHARE as CLIENT_SHARE,
-    ClientLane as ClientLane,
-    ClientTime as ClientTime,
     FREE_S as FREE_S,
-    LaneClosedError as LaneClosedError,
-    LaneFullError as LaneFullError,
     REFUSED_S as REFUSED_S,
     SLOW_S as SLOW_S,
     SPARE_S as SPARE_S,
+    Allowance as Allowance,
+    ClientLane as ClientLane,
+    ClientTime as ClientTime,
+    LaneClosedError as LaneClosedError,
+    LaneFullError as LaneFullError,
 )
-from .probe import ProbeLimits as ProbeLimits, Probed as Probed, Prober as Prober
+from .probe import Probed as Probed, ProbeLimits as ProbeLimits, Prober as Prober
 from .spec import (
-    GrammarSource as GrammarSource,
     MAX_CHARACTERS as MAX_CHARACTERS,
     MAX_CHOICES as MAX_CHOICES,
+    GrammarSource as GrammarSource,
     StructuredOutputs as StructuredOutputs,
     StructuredOutputsParams as StructuredOutputsParams,
     read_structured as read_structured,

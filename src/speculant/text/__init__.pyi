@@ -1,9 +1,9 @@
 from .chat import (
-    ChatTemplate as ChatTemplate,
-    ExpectedReasoning as ExpectedReasoning,
     ROLES as ROLES,
     TAGS as TAGS,
     TOOL_USE as TOOL_USE,
+    ChatTemplate as ChatTemplate,
+    ExpectedReasoning as ExpectedReasoning,
     answer_in as answer_in,
     check_roles as check_roles,
     check_variables as check_variables,

@@ -41,13 +41,13 @@ from .history import (
     typical as typical,
 )
 from .measuring import (
+    PLAIN as PLAIN,
+    SPECULATIVE as SPECULATIVE,
     Bench as Bench,
     BenchCase as BenchCase,
     BenchRun as BenchRun,
     LengthCosts as LengthCosts,
     Mode as Mode,
-    PLAIN as PLAIN,
-    SPECULATIVE as SPECULATIVE,
     Spread as Spread,
     Way as Way,
     both_ways as both_ways,
@@ -71,12 +71,12 @@ from .page import (
     write_trace as write_trace,
 )
 from .pair import (
-    Alpha as Alpha,
     BLOCK as BLOCK,
+    STEP_LENGTHS as STEP_LENGTHS,
+    Alpha as Alpha,
     Candidate as Candidate,
     Estimate as Estimate,
     Findings as Findings,
-    STEP_LENGTHS as STEP_LENGTHS,
     Size as Size,
     SpeedPrediction as SpeedPrediction,
     Text as Text,
@@ -102,8 +102,8 @@ from .quality import (
     quality_document as quality_document,
 )
 from .report import (
-    Grid as Grid,
     ROWS as ROWS,
+    Grid as Grid,
     by_category as by_category,
     cell as cell,
     conclusions as conclusions,
@@ -118,16 +118,16 @@ from .report import (
     tables as tables,
 )
 from .scripts import (
-    Benchmark as Benchmark,
     COMPLETION as COMPLETION,
     DRAFT as DRAFT,
     EDIT as EDIT,
     HELD_OUT as HELD_OUT,
-    LoadedPair as LoadedPair,
     SHAPE as SHAPE,
     TARGET as TARGET,
     TEXTS as TEXTS,
     WITHOUT_DRAFTS as WITHOUT_DRAFTS,
+    Benchmark as Benchmark,
+    LoadedPair as LoadedPair,
     markdown as markdown,
     prompts_of as prompts_of,
     quartiles as quartiles,

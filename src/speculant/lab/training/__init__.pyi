@@ -18,11 +18,11 @@ from .corpus import (
     train_tokenizer as train_tokenizer,
 )
 from .drafts import (
+    STRIDE as STRIDE,
     DraftRun as DraftRun,
     DraftsRun as DraftsRun,
     MissedObjective as MissedObjective,
     ParallelObjective as ParallelObjective,
-    STRIDE as STRIDE,
     known_rows as known_rows,
     likeliest as likeliest,
     masked_states as masked_states,
@@ -31,8 +31,8 @@ from .drafts import (
     with_mask as with_mask,
 )
 from .heads import (
-    HeadRun as HeadRun,
     KINDS as KINDS,
+    HeadRun as HeadRun,
     RoundsObjective as RoundsObjective,
     look_ahead_states as look_ahead_states,
 )
