@@ -48,6 +48,9 @@ ENGINES = {
     **({"native": {"dtype": "float32", "kernels": "native"}} if usable_sets() else {}),
 }
 PROMPT = [*range(70, 90), 7]
+FAMILIES = [
+    each if each in ("qwen3_5_text", "lfm2") else pytest.param(each, marks=pytest.mark.slow) for each in STATES
+]  # a delta rule, and a convolution alone; the quick suites of families have the others
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +145,7 @@ def test_a_state_with_a_row_too_many_is_seen(monkeypatch: pytest.MonkeyPatch, fa
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("family", STATES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_long_answer_with_drafts_rejected_at_any_length(
     write: Callable[[str], str], family: str, engine: str
 ) -> None:
@@ -159,7 +162,7 @@ SILENT = ("layers.2.self_attn.o_proj", "layers.2.linear_attn.out_proj", "layers.
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("family", STATES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_in_the_target_s_cache_leave_its_states(write: Callable[[str], str], family: str, engine: str) -> None:
     """The third layer adds nothing, so drafts of the first two are right: passes add long drafts to states."""
     path = f"{write(family)}/model.safetensors"
@@ -182,7 +185,7 @@ def test_drafts_in_the_target_s_cache_leave_its_states(write: Callable[[str], st
             assert sum(each.num_accepted_draft_tokens for each in counted) > 60
 
 
-@pytest.mark.parametrize("family", STATES)
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
 def test_masks_are_no_part_of_a_draft_model_s_state(write: Callable[[str], str], family: str) -> None:
     job = Job(
         write(family), [PROMPT, PROMPT[3:]], (HIDDEN_SIZE, VOCAB_SIZE), {"kv_memory": "4MiB", **ENGINES["reference"]}

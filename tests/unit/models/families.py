@@ -136,7 +136,7 @@ MAMBA = {
 FAVOURED = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
+    "moe_intermediate_size": 32,
     "num_dense_layers": 1,
     "pad_token_id": 0,
 }
