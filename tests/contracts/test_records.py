@@ -69,7 +69,7 @@ class Texts:
         return rows
 
     def draft(self, seq_id: int, text: Sequence[int], counts: Sequence[int]) -> None:
-        """Draft after a text with the first layer alone, so many tokens in each pass, and drop them."""
+        """Draft after a text with the first layer alone, `counts[i]` tokens in pass i, and drop the drafts."""
         length, text = self.cache.length(seq_id), list(text)
         for count in counts:
             start = self.cache.reserve(seq_id, count).start

@@ -414,8 +414,9 @@ class CachedSequence:
     """A sequence's length, and its table for each group of layers; `prefix` are the nodes of its first full blocks.
 
     record, before: the newest record of its states, and the one that the last pass read; None = there is none. saved:
-    records at the ends of blocks that are not in the prefix index yet. border: the blocks before the last one of these
-    after a text's newest token; 0 = there is none. parting: where it parts from known texts whose state there is not.
+    records at the ends of blocks that are not in the prefix index yet. border: the number of
+    blocks before the newest record that was saved while the text was written; 0 = there is none. parting: where the
+    text begins to differ from known ones, if no record holds the state there; else 0.
     """
 
     cache_salt: str
@@ -589,7 +590,7 @@ class KVCache:
         return Slots(seq_id, start, slots[0], slots[1:])
 
     def advance(self, seq_id: int, start: int, certain: int) -> StateRows:
-        """Return what a pass does with a sequence's records. The pass computes the positions from `start` to the end.
+        """Return which records of a sequence a pass over the positions from `start` on reads and writes.
 
         certain: how many of these, from the first one on, will not be dropped again; only a pass that fails may drop
         them. Raises ValueError if more than MOST_PENDING other ones wait.
@@ -726,7 +727,7 @@ class KVCache:
     def next_part(self, seq_id: int, end: int) -> tuple[int, int]:
         """Return a sequence's length, and how many of its next positions up to `end` a pass should compute.
 
-        With states, it ends where the sequence parts from others: the state there serves the next one.
+        With states, a pass ends where the sequence begins to differ from known ones. Later ones find the state there.
         """
         held = self._held.get(seq_id, self._nothing)
         return held.length, (held.parting if held.length < held.parting < end else end) - held.length

@@ -558,7 +558,7 @@ class State:
 
     @property
     def first_column(self) -> int:
-        """The place of what the convolution reads in a row of all projections."""
+        """The first column of the projections that the convolution reads."""
         return 0 if self.steps is None else self.size
 
     @property

@@ -281,12 +281,12 @@ def gguf_tensors(config: DecoderConfig, family: GgufFamily, stored: Collection[s
 def gguf_head(
     config: DecoderConfig, family: GgufFamily, count: int, stored: Collection[str] | None = None
 ) -> TensorMap:
-    """Return where a file holds `count` heads behind a model's layers, which have no other names in a checkpoint.
+    """Return where a file holds `count` heads, by a checkpoint's names. Their blocks follow those of the layers.
 
     stored: see `gguf_tensors`. A head without a norm of its own has the model's.
     """
     like, offset, made = stored, config.norm.offset, dict[str, Expression]()
-    if stored is not None:  # the head's block tells what is fused in it
+    if stored is not None:  # the names in the head's block show what it fuses
         block, places = BLOCK.format(config.num_layers), (0, _attending(config))
         like = {name.replace(block, BLOCK.format(each)) for name in stored if name.startswith(block) for each in places}
     names = gguf_tensors(config, family, like)
@@ -322,7 +322,7 @@ def open_gguf_head(path: Path) -> tuple[dict[str, Any], Mapped]:
 
 
 def _taken(made: Expression, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of what an expression takes of a stored tensor; one of another height gives other rows."""
+    """Return the shape of the part that an expression takes of a stored tensor of this shape."""
     return (shape[0] - made.period + made.size, *shape[1:]) if isinstance(made, Rows) and shape else shape
 
 

@@ -41,7 +41,7 @@ def rows(text: str) -> dict[str, str]:
 
 
 def row(name: str, text: str) -> str | None:
-    """Return what a table says about a name, in its own row or in a row whose name has a `*`."""
+    """Return a table's text about a name: from the row of that name, or from a row with a pattern such as `top_*`."""
     known = rows(text)
     patterns = [said for each, said in known.items() if re.fullmatch(each.replace("*", r"\w*"), name)]
     return known.get(name) or next(iter(patterns), None)

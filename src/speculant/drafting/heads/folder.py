@@ -307,9 +307,9 @@ def head_parts(method: str) -> HeadParts | None:
 
 
 def head_within(place: Path, target: CausalLM) -> tuple[Mapped, Callable[[str], str]] | None:
-    """Return the tensors of a head among a model's weights by the model's names, and what they are in files.
+    """Return the tensors of a head among a model's weights, and the function that gives their names in files.
 
-    None = there is no head, or one in a form whose parts are not known.
+    The tensors have the model's names. None = there is no head, or the parts of its form are not known.
     """
     method = method_within(place, target.num_layers)
     return None if method is None else plugins.load(DRAFTERS, method).weights_within(place, target)

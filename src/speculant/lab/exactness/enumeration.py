@@ -145,7 +145,7 @@ class TableModel:
 
 
 STATE = State(width=3, conv=3, heads=1, key_heads=1, key_dim=1, head_dim=1)  # its convolution sees three tokens
-DIGIT, DIGITS = 16, 12  # what a state counts in, and how many tokens it holds exactly
+DIGIT, DIGITS = 16, 12  # the base of the number in a state, and how many tokens the number holds exactly
 SMALL = 2.0**-30  # keys, whose squares are too small to count
 
 

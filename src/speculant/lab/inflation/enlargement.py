@@ -172,7 +172,7 @@ def state_of(decoder: DecoderConfig) -> State | None:
 
 
 def enlarged_state(of: State, copies: int) -> State:
-    """Return a state for a hidden size of so many times the small one's."""
+    """Return the state of a model whose hidden size is `copies` times the small one's."""
     return replace(of, width=copies * of.width, heads=copies * of.heads, key_heads=copies * of.key_heads)
 
 

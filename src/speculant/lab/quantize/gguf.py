@@ -487,9 +487,8 @@ def rope_tensors(config: Config, decoder: DecoderConfig) -> dict[str, np.ndarray
 
 _FOLDER = "name a folder as OUT instead of a .gguf file."
 _EOS, *_OTHER_ENDS = (f"tokenizer.ggml.{key}" for key in END_KEYS)
-_UNSTATED = (
-    "NFC",
-)  # steps of a BPE that llama.cpp's conversion leaves out, as Qwen's; readers of tokenizer.json apply them
+# Steps of a BPE that llama.cpp's conversion leaves out, such as Qwen's. Readers of tokenizer.json apply them.
+_UNSTATED = ("NFC",)
 _UNUSED_SCORE = -10000.0
 _WORDS = SPLITS["gpt-2"].patterns  # of a ByteLevel step that splits by itself
 

@@ -451,7 +451,7 @@ class PackedMlp:
         return len(self.inner) > 1
 
     def computing(self, source: Tensor, gated: Tensor, gates: Tensor | None) -> Iterator[Op]:
-        """Yield the operations that compute what is multiplied by the matrix down, from `source` [T, hidden]."""
+        """Yield the operations that compute the input of the matrix down from `source` [T, hidden]."""
         bias, activation = self.inner_bias, Activation[self.of.activation.upper()]
         if not self.apart:
             flags = Flag.GATED if self.of.gated else Flag.NONE
