@@ -13,7 +13,7 @@ SLACK = 0.05  # of a budget, which follows a room that shrinks
 INNER_IMPORTS = 138  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
-    "cache": (1493, 5),
+    "cache": (1494, 5),
     "cli": (3283, 12),
     "drafting": (7506, 44),
     "engine": (5280, 18),
@@ -22,12 +22,12 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lab.cli": (2913, 14),
     "lab.exactness": (1617, 6),
     "lab.fleet": (1206, 4),
-    "lab.inflation": (1037, 5),
-    "lab.quantize": (989, 5),
+    "lab.inflation": (1032, 5),
+    "lab.quantize": (988, 5),
     "lab.theory": (569, 4),
     "lab.training": (4069, 12),
     "lengths": (1939, 8),
-    "models": (14789, 74),
+    "models": (14794, 74),
     "sampling": (419, 3),
     "scale": (1924, 8),
     "scheduling": (1088, 4),

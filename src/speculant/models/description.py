@@ -864,6 +864,11 @@ class DecoderConfig:
         return states if any(states) else ()
 
     @property
+    def state(self) -> State | None:
+        """The state of the first layer that has one."""
+        return next(filter(None, self.states), None)
+
+    @property
     def ropes(self) -> tuple[Rope, ...]:
         """The distinct rotary positions of the layers, in order of first use."""
         return tuple(dict.fromkeys(of.rope for of in self.attentions if of.rope))

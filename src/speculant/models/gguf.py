@@ -257,7 +257,7 @@ def of_experts(field: str) -> FromDescription:
 
 def of_state(field: str) -> FromDescription:
     """Return what reads a field of the layers' state; 1 = no layer has one."""
-    return lambda decoder: next((getattr(of, field) for of in decoder.states if of), 1)
+    return lambda decoder: getattr(decoder.state, field, 1)
 
 
 def gguf_tensors(config: DecoderConfig, family: GgufFamily, stored: Collection[str] | None = None) -> TensorMap:

@@ -147,7 +147,7 @@ def _enlarged(hf: Mapping[str, Any], small: DecoderConfig, shape: Shape) -> dict
     for size, names in _OTHER_NAMES.items():
         grown |= {name: sizes[size] for name in names if name in hf}
     grown |= {key: _extended(value, shape.num_hidden_layers) for key, value in hf.items() if _is_of_layers(key, value)}
-    if of := state_of(small):
+    if of := small.state:
         large = enlarged_state(of, shape.hidden_size // small.hidden_size)
         grown |= {"linear_num_key_heads": large.key_heads, "linear_num_value_heads": large.heads} if of.heads else {}
     if read_description(grown).layers[0].mlp.size != shape.intermediate_size:
@@ -164,11 +164,6 @@ def _is_of_layers(key: str, value: Any) -> bool:
 def _extended(values: list[Any], count: int) -> list[Any]:
     """Return values for more layers: the same ones again."""
     return (values * -(-count // len(values)))[:count]
-
-
-def state_of(decoder: DecoderConfig) -> State | None:
-    """Return the state that layers of a model have in place of attention."""
-    return next(filter(None, decoder.states), None)
 
 
 def enlarged_state(of: State, copies: int) -> State:

@@ -30,7 +30,7 @@ from speculant.drafting.heads.folder import KIND
 from speculant.errors import ConfigError, ModelError
 from speculant.files import read_json
 from speculant.lab.checkpoints import copy_files, stored_tensors, write_index, write_json, write_tensors
-from speculant.lab.inflation.enlargement import Enlargement, NoisyFiles, Shape, decoder_shape, grown_config, state_of
+from speculant.lab.inflation.enlargement import Enlargement, NoisyFiles, Shape, decoder_shape, grown_config
 from speculant.models import (
     HEAD,
     LAYER,
@@ -102,7 +102,7 @@ def inflate(source: Path, folder: Path, shape: Shape, noise: float = 0.0) -> Non
     decoder, attention = files.decoder, files.decoder.attention
     enlargement = Enlargement(
         decoder_shape(decoder), shape, attention.head_dim, files.tensors.common_dtype(), attention.norm_all_heads,
-        state_of(decoder),
+        decoder.state,
     )  # fmt: skip
     grown, large = grown_config(files.config, decoder, shape)
     head = _grown_head(source, files, enlargement, noise)

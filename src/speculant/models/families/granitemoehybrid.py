@@ -56,7 +56,7 @@ GATE_AND_UP = map_modules(LAYER, BLOCK, {name: PARTS[name] for name in (GATE, UP
 
 def _gguf_tensors(decoder: DecoderConfig) -> TensorMap:
     """Return where GGUF files hold what other families lack."""
-    of = next(filter(None, decoder.states), None)
+    of = decoder.state
     if of is None:
         return GATE_AND_UP
     own: dict[str, Expression] = {

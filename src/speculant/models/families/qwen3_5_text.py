@@ -48,7 +48,7 @@ GGUF_NORMS = map_modules(LAYER, BLOCK, {BEFORE_MLP: "post_attention_norm"}).name
 
 def _gguf_tensors(decoder: DecoderConfig) -> TensorMap:
     """Return where GGUF files hold what other families lack. In them, the heads of values are tiled."""
-    of = next(filter(None, decoder.states), None)
+    of = decoder.state
     if of is None:
         return TensorMap(GGUF_NORMS)
     groups = of.heads, of.key_heads

@@ -27,7 +27,7 @@ from speculant.models.sizes import LAYER, STATE
 
 def _gguf_tensors(decoder: DecoderConfig) -> TensorMap:
     """Return where GGUF files hold what other families lack. The heads of values have the model's order."""
-    of = next(filter(None, decoder.states), None)
+    of = decoder.state
     own: dict[str, Expression] = {
         "in_proj_qkv.weight": f"{BLOCK}attn_qkv.weight",
         "in_proj_z.weight": f"{BLOCK}attn_gate.weight",
