@@ -313,6 +313,11 @@ def test_descriptions_are_equal(files: Files, family: str, variant: str) -> None
     assert differences(own, replace(other, tensors=own.tensors)) == []
 
 
+def test_a_linear_factor_extends_the_context_once(files: Files) -> None:
+    pair, path = files["llama", "linear"]
+    assert [CheckpointFiles.open(place).decoder.max_positions for place in (path, pair.folder)] == [512, 512]
+
+
 @pytest.mark.parametrize(("family", "variant"), FIRST_ARE_QUICK)
 def test_logits_are_equal(files: Files, family: str, variant: str) -> None:
     pair, path = files[family, variant]
