@@ -309,11 +309,11 @@ def model_entries(folder: Path, config: Config, decoder: DecoderConfig, heads: i
 def _decoder_entries(config: Config, decoder: DecoderConfig) -> Entries:
     """Return the metadata that most families have."""
     of = decoder.attention
-    stated = config.get("max_position_embeddings") or decoder.max_positions  # readers extend it by a linear factor
+    rotated = config.get("max_position_embeddings") if decoder.ropes else None  # readers extend it by a linear factor
     return {
         "vocab_size": decoder.vocab_size,
         "block_count": decoder.num_layers,
-        "context_length": stated,
+        "context_length": rotated or decoder.max_positions,
         "embedding_length": decoder.hidden_size,
         "feed_forward_length": decoder.layers[0].mlp.size,
         "attention.head_count": of.heads,
