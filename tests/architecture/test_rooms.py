@@ -15,7 +15,7 @@ INNER_IMPORTS = 138  # of names that two files of a room have, of names that are
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1494, 5),
     "cli": (3283, 12),
-    "drafting": (7506, 44),
+    "drafting": (7486, 44),
     "engine": (5280, 18),
     "kernels": (1643, 8),
     "lab.bench": (4234, 13),
@@ -26,7 +26,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lab.quantize": (989, 5),
     "lab.theory": (569, 4),
     "lab.training": (4069, 12),
-    "lengths": (1939, 8),
+    "lengths": (1940, 8),
     "models": (14794, 74),
     "sampling": (419, 3),
     "scale": (1924, 8),

@@ -19,6 +19,7 @@ from speculant.models import Chain, NativeDecoder, is_foreseeable
 from speculant.models.native import decoder as native_decoder
 from speculant.params import SamplingParams
 from speculant.sampling import KeyedChances
+from speculant.types import CommittedRows
 from tests.exactness.selection import slow_but
 from tests.exactness.speculation import Case, assert_exact, enumerate_case
 from tests.exactness.test_drafters import MODULES, head
@@ -66,9 +67,25 @@ def test_rows_of_a_prefix_are_taken_over() -> None:
         found.append((request.output, request.metrics.speculative_decoding.num_accepted_draft_tokens))
     assert found[0] == found[1]
     assert request.metrics.cached_tokens >= 16
-    assert drafter.match_prefix(make_request([0, 1, 2, 3] * 5)) >= 16
-    others = make_request([0, 1, 2, 3] * 5, cache_salt="other"), make_request([1, 1, 2, 3, *[0, 1, 2, 3] * 4])
-    assert [drafter.match_prefix(each) for each in others] == [0, 0], "the first token and the salt count too"
+    others = ([0, 1, 2, 3] * 5, ""), ([0, 1, 2, 3] * 5, "other"), ([1, 1, 2, 3, *[0, 1, 2, 3] * 4], "")
+    held = list[int]()
+    for seq_id, (tokens, salt) in enumerate(others, 100):
+        late = make_request(tokens, seq_id=seq_id, cache_salt=salt)
+        drafter.begin(late)
+        drafter.observe(late, CommittedRows(18, tokens[18:19], hidden=(torch.zeros(1, 4),)))
+        held.append(drafter.caches[0].length(seq_id))
+    assert held == [16, 0, 0], "the first token and the salt count too"
+
+
+def test_a_head_that_drafts_nothing_costs_no_prefix() -> None:
+    """The target takes over all that it knows of the prompt."""
+    pair, limits = Pair(3, 4, FULL_SUPPORT), Limits(40, 1, 32)
+    drafter = head("eagle")(pair, KeyedChances(), limits, few_blocks(60))
+    rig = build_rig(TableModel(pair.target, 4), drafter, length=0, limits=limits, cache=few_blocks(60))
+    for name in ("first", "second"):
+        (request,) = rig.add((0, 1, 2, 3) * 5, SamplingParams(max_tokens=12, temperature=0), name)
+        rig.finish()
+    assert request.metrics.cached_tokens >= 16
 
 
 native = pytest.mark.skipif(not SETS, reason="the native kernels are not built")

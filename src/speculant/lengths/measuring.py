@@ -59,7 +59,7 @@ LEAST_SIZES, LEAST_ROUNDS, MOST_ROUNDS = 2, 2, 15
 LEAST_ROWS, LEAST_PASSES = 3, 4  # sizes of the target's passes, and passes in all: the cheapest size, one row, has two
 COPIED = 128  # keys at a time, so that the copies take little memory
 DISAGREE = 1.5  # times the spread: a ratio of steps' times to kept ones, or of kept ones to these, that is too large
-PROCEDURE = "6"  # changes when the measurements change
+PROCEDURE = "7"  # changes when the measurements change
 GOLDEN = 2654435769  # the golden ratio's fraction, times 2^32
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 
@@ -166,7 +166,7 @@ class Calibration(Measurement):
             try:
                 if curves := (yield from self._curves(drafter)):
                     found["drafts"][method] = curves
-                if drafter.needs.own_cache and not drafter.needs.hidden_layers:
+                if drafter.needs.own_cache:
                     yield from self._read(method, drafter, passes[1], found["readings"])
             except BaseException as error:  # noqa: BLE001 - anything but a failure is raised again
                 guard.note(f"drafter {method!r}", error)
@@ -341,6 +341,7 @@ class Calibration(Measurement):
             if text.source:
                 drafter.propose([replace(text, tokens=text.tokens[:1])], [1])  # it encodes the source
             started = time.perf_counter()
+            self._observe(drafter, text)
             for _ in range(1 + len(text.tokens) // max(1, self._limits.max_num_batched_tokens)):
                 if drafter.propose([text], [1])[0].size:
                     break

@@ -113,14 +113,26 @@ def test_a_prefix_is_taken_over_by_all_modules(tmp_path: Path, checkpoints: Chec
     for _ in range(2):  # rows enter the index when the next draft begins
         (tree,) = proposed(drafter, [first])
     second = make_request(text, params=SAMPLED, seq_id=2, shared_noise=False)
-    held = drafter.match_prefix(second)
-    assert held == len(text) - 4  # row i of the third module is that of token i + 3
+    assert drafter.match_prefix(second) == len(text)
     drafter.begin(second)
-    drafter.observe(second, state_rows(target, text, held))
+    drafter.observe(second, state_rows(target, text, len(text) - 4))  # row i of the third module is that of token i + 3
     (other,) = proposed(drafter, [second])
     assert_drawn_from(other, expected(folder, target, text, other.token_list))
-    assert drafter.match_prefix(make_request([*text[:13], *range(9)], seq_id=3)) == 8  # whole blocks
     assert tree.size == other.size == 3
+
+
+def test_rows_of_a_prefix_may_be_missing(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """The target takes over more than the modules know: they draft, and give nobody rows at other places."""
+    target, folder = loaded(checkpoints), write_mtp(tmp_path / "head", H, V, modules=3)
+    drafter, text = build(folder, target), [*TEXT, *range(40, 52)]
+    for seq_id in (1, 2):
+        late = begun(drafter, text, seq_id)
+        drafter.observe(late, state_rows(target, text, len(text) - 3))
+        for _ in range(2):
+            (tree,) = proposed(drafter, [late])
+            assert tree.size == 3
+        assert [cache.length(seq_id) for cache in drafter.caches] == [1, 1, 0]
+        drafter.end(late)
 
 
 def state_rows(target: CausalLM, text: Sequence[int], start: int) -> CommittedRows:

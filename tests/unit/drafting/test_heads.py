@@ -761,7 +761,8 @@ def test_costs_of_heads_are_those_of_real_drafts(
 
     def noting(requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
         trees = propose(requests, limits)
-        sizes.extend(tree.size - limit for tree, limit in zip(trees, limits, strict=True))
+        if len(requests[0].tokens) <= 64:
+            sizes.extend(tree.size - limit for tree, limit in zip(trees, limits, strict=True))
         return trees
 
     drafter.propose = noting  # type: ignore[method-assign]
@@ -769,7 +770,8 @@ def test_costs_of_heads_are_those_of_real_drafts(
     limits = Limits(128, 1, 128)
     identity = (str(tmp_path),)
     calibration = Calibration(target.model, cache, target.backend.sampler, {"head": drafter}, limits, identity)
-    calibration.costs()
+    costs = calibration.costs()
     calibration.finish()
     assert sizes
     assert set(sizes) == {0}
+    assert costs.readings["head"].seconds(0, 100) > 0

@@ -7,22 +7,22 @@ Row i of the cache is computed from token i + 1 and the target's state of token 
     rows       (t1, h0) (t2, h1) (t3, h2) (t4, h3)         the last one predicts the token after t4
 
 Rows of drafted tokens are made of the head's own states. They are dropped after each draft, and their tokens, if they
-were accepted, get rows of the target's states. If the first states of a sequence were not observed, its rows begin with
-the first observed one. Rotary positions are relative, so this changes nothing else.
+were accepted, get rows of the target's states.
+
+The target computes no states of a prefix that it takes over. Rows of other sequences stand in, as far as there are any;
+the next row is that of the first observed state. Rotary positions are relative, so this changes drafts alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from speculant.cache import KVCache
-from speculant.drafting.base import DrafterContext
 from speculant.drafting.model.drafter import DraftModelRunner, ModelDrafter
 from speculant.drafting.topology import DynamicTree, TreeTopology
 from speculant.kernels import REFERENCE, Sampler
@@ -30,7 +30,6 @@ from speculant.models import CausalLM, SequenceInput, known
 from speculant.sampling import Chances
 from speculant.types import CommittedRows, DraftTree, LayerStates, Request, state_rows
 
-PROBE = -(2**62)  # the sequence id for queries of the prefix index
 MOST_PENDING = 512  # states of a sequence that wait for its next draft
 
 
@@ -82,7 +81,8 @@ class Pending:
 class _Followed:
     """The state of one sequence.
 
-    first: the target's position that is row 0 here. length: rows in the cache that are made of the target's states.
+    first: how many of the target's positions have no row here. length: rows in the cache that are made of the target's
+    states; the first `taken` of them come from other sequences.
     pending: the states of the next rows; the newest row's stays here, so that it can be computed again. None = no state
     has been observed.
     salt: see `ModelNeeds.salt`.
@@ -92,6 +92,7 @@ class _Followed:
     salt: str
     first: int = 0
     length: int = 0
+    taken: int = 0
     pending: Pending | None = None
 
     @property
@@ -112,14 +113,6 @@ class HiddenStateRunner(DraftModelRunner):
     """
 
     takes_more = True  # whether a new sequence may take over rows of positions whose states it observes
-    whole_texts = False  # the target has states, and begins texts where others end
-
-    @override
-    @classmethod
-    def of(cls, context: DrafterContext, model: CausalLM, **own: Any) -> Self:
-        made, target = super().of(context, model, **own), context.target.model
-        made.whole_texts = target is not None and target.needs.most_nodes is not None
-        return made
 
     def __init__(
         self,
@@ -144,8 +137,13 @@ class HiddenStateRunner(DraftModelRunner):
         self._followed.pop(request.seq_id, None)
         self.cache.release(request.seq_id)
 
+    def has_drafted(self, request: Request) -> bool:
+        """Whether a sequence has rows of its own."""
+        followed = self._followed[request.seq_id]
+        return followed.length > followed.taken
+
     def index(self, request: Request) -> None:
-        """Add a sequence's rows to the prefix index, right after they were caught up."""
+        """Add a sequence's rows to the prefix index, unless some are missing."""
         if not self._followed[request.seq_id].first:
             self.cache.insert_prefix(request.seq_id, request.tokens[self._shift :])
 
@@ -172,20 +170,14 @@ class HiddenStateRunner(DraftModelRunner):
         """Return how many observed states have no row yet."""
         return self._followed[request.seq_id].num_pending
 
-    def known_prefix(self, request: Request) -> int:
-        """Return how many first positions of a new sequence have rows in the prefix index."""
-        keys = request.tokens[self._shift :]
-        if self.takes_more:  # the target's pass adds a token, and the row before it may be taken over
-            keys.append(PROBE)
-        self.cache.match_prefix(PROBE, keys, self._salt(request))
-        try:
-            return self.cache.length(PROBE)
-        finally:
-            self.cache.release(PROBE)
-
-    def backlog(self) -> list[Request]:
-        """Return the requests that have more to process than their newest row."""
-        return [followed.request for followed in self._followed.values() if followed.num_pending > 1]
+    def ahead_of(self, request: Request) -> list[Request]:
+        """Return a sequence whose pending rows, a block at least, a new one can take over; [] = there is none."""
+        size = self.cache.block_size
+        for other in self._followed.values():
+            end = other.length + self._shift + size
+            if other.num_pending >= size and not other.first and other.request.tokens[:end] == request.tokens[:end]:
+                return [other.request]
+        return []
 
     @override
     def note(self, request: Request, tokens: Sequence[int]) -> None:
@@ -217,8 +209,7 @@ class HiddenStateRunner(DraftModelRunner):
         self._follow_salt(followed)
         if followed.length < self.cache.length(request.seq_id):
             self.cache.truncate_to(request.seq_id, followed.length)
-        if not followed.first:
-            self.cache.insert_prefix(request.seq_id, request.tokens[self._shift :])
+        self.index(request)
         self.cache.drop_unseen(request.seq_id)
         return followed.first + followed.length + self._shift, self.text(request)
 
@@ -230,16 +221,13 @@ class HiddenStateRunner(DraftModelRunner):
         return text[start : start + count], pending.read()[:count]
 
     def _take_prefix(self, followed: _Followed, start: int) -> None:
-        """Take over rows of other sequences for a new one, unless they end before the first observed state."""
+        """Take over rows of other sequences for a new one, whose first observed state is that of position `start`."""
         request = followed.request
         self.cache.release(request.seq_id)
         most = None if self.takes_more else start
         self.cache.match_prefix(request.seq_id, request.tokens[self._shift :], followed.salt, most)
-        held = self.cache.length(request.seq_id)
-        if held < start:
-            self._restart(followed, start)
-        else:
-            followed.first, followed.length = 0, held
+        followed.length = followed.taken = self.cache.length(request.seq_id)
+        followed.first = max(0, start - followed.length)
 
     def _follow_salt(self, followed: _Followed) -> bool:
         """Drop the rows of a sequence whose salt has changed, whose states the target computes again.
@@ -259,7 +247,7 @@ class HiddenStateRunner(DraftModelRunner):
 
     def _restart(self, followed: _Followed, start: int) -> None:
         self.cache.release(followed.request.seq_id)
-        followed.first, followed.length, followed.pending = start, 0, None
+        followed.first, followed.length, followed.taken, followed.pending = start, 0, 0, None
 
 
 class HiddenDrafter(ModelDrafter):
@@ -291,8 +279,8 @@ class HiddenDrafter(ModelDrafter):
 
     @override
     def end(self, request: Request) -> None:
-        """Let later requests know all rows, if the target can't begin between the ends of texts; see `match_prefix`."""
-        if self._runner.whole_texts and self._runner.num_pending(request) and not request.num_drafted:
+        """Let later requests know all rows of a text that the head drafted for."""
+        if self._runner.num_pending(request) and not request.num_drafted and self._runner.has_drafted(request):
             with torch.inference_mode():
                 super().catch_up([request])
             for module in self._modules:
@@ -313,12 +301,11 @@ class HiddenDrafter(ModelDrafter):
 
     @override
     def match_prefix(self, request: Request) -> int:
-        """Return the positions of which other sequences have computed rows."""
-        if request.search is not None:
-            return len(request.tokens)
-        with torch.inference_mode():
-            self.catch_up(self._runner.backlog())
-        return self._runner.known_prefix(request)
+        """Compute rows that the request can take over; what the target takes over is worth more than missing rows."""
+        if request.search is None:
+            with torch.inference_mode():
+                self.catch_up(self._runner.ahead_of(request))
+        return super().match_prefix(request)
 
     @override
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:

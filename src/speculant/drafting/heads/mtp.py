@@ -245,13 +245,6 @@ class ChainedDrafter(HiddenDrafter):
             module.begin(request)
 
     @override
-    def match_prefix(self, request: Request) -> int:
-        found = super().match_prefix(request)
-        if request.search is not None:
-            return found
-        return min(found, *(module.known_prefix(request) for module in self._modules[1:]))
-
-    @override
     def _draw(self, drafting: Drafting, topology: object) -> Proposals:
         most, requests = len(self._modules), [request for request, _ in drafting]
         chains = self._modules[0].plan([(request, min(limit, most)) for request, limit in drafting])
