@@ -10,6 +10,7 @@ import pytest
 
 from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError
+from speculant.kernels import usable_sets
 from speculant.lab.bench import pair
 from tests.commands import json_of as command
 from tests.gguf_models import convert, decoded
@@ -92,7 +93,7 @@ def test_commands_take_files(files: dict[str, str], tmp_path: Path, monkeypatch:
     assert value["usage"]["completion_tokens"] <= 8
     value = command("check-pair", files["Q4_0"], files["near"], "--prompts", str(prompts), "--tokens", "12", *flags)
     assert value["target"]["parameters"] == value["draft"]["parameters"] > 10_000
-    assert list(value["precisions"]) == ["none"], "blocks are not rounded to other types"
+    assert list(value["precisions"]) == ["none", *(["int8", "int4"] if usable_sets() else [])]
     tables = str(tmp_path / "tables.safetensors")
     assert (
         command("train", "static", str(prompts), "--tokenizer", files["Q4_0"], "--out", tables)["vocab_size"]

@@ -13,6 +13,7 @@ from speculant.errors import PairError
 from speculant.models import (
     CausalLM,
     Checkpoint,
+    CheckpointFiles,
     DraftVocabulary,
     MappedVocabulary,
     TargetVocabulary,
@@ -70,7 +71,9 @@ class DraftLoader:
         identity = *self.facts, str(folder), str(head_tokens)
         draft, chosen = choose_precision(self.target.model, load, identity, large)
         if draft.quantizations:
-            self.notes.append(f", draft weights in {chosen or str(draft.dtype).removeprefix('torch.')} (fastest here)")
+            is_stored = chosen is None and CheckpointFiles.open(folder).tensors.quantised_kinds()
+            own = "their own types" if is_stored else str(draft.dtype).removeprefix("torch.")
+            self.notes.append(f", draft weights in {chosen or own} (fastest here)")
         return draft.model
 
     def _load(

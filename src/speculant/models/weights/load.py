@@ -92,7 +92,7 @@ class Checkpoint:
     backend: Computes  # computes the model
     source: str = ""  # where packed weights are from, if that can differ
     mapped_bytes: int = 0  # of the model, which the system counts as free memory
-    quantizations: Sequence[str] = ()  # types that its weights can be rounded to; none for quantised weights
+    quantizations: Sequence[str] = ()  # types that its weights can be rounded to; none for a target's quantised ones
     weights: int = 0  # their number in the matrices that passes read, those of all experts included; 0 = unknown
     start_tokens: tuple[int, ...] = ()  # begin each prompt of an encoder-decoder model's decoder
     output_rules: OutputRules = NO_RULES  # of an encoder-decoder model
@@ -159,7 +159,7 @@ def load_model(
     logger.info("%s %s: weights are stored %s%s", role, name, packing_of(backend), made and f", {made}")
     return Checkpoint(
         model, config, folder, chosen, ends, generation, sampling, name, description, backend, made, kept.mapped_bytes,
-        () if tensors.quantised_kinds() else backend.quantizations, matrix_weights(files.decoder),
+        () if role != "draft" and tensors.quantised_kinds() else backend.quantizations, matrix_weights(files.decoder),
         *_read_decoding(files.decoder, generation, config),
     )  # fmt: skip
 
