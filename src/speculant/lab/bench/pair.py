@@ -124,6 +124,12 @@ class TextReader:
         states = read_text(self._model, self._known(read), self._known(self._split(text.source) if text.source else []))
         return self._model.logits(states[[row - 1 for row in last[len(text.prompt) - 1 :]]])
 
+    def confidence(self, text: Text) -> Array:
+        """Return the model's probability of its likeliest token at each of the output's, at temperature 1."""
+        logits = fit_vocabulary(self.logits(text), self._vocab_size)
+        found: Array = logits.float().softmax(-1).amax(-1).cpu().double().numpy()
+        return found
+
     def _known(self, read: Sequence[Sequence[int]]) -> Sequence[int]:
         return known([each for ids in read for each in ids], self._model.vocab_size)
 
@@ -329,10 +335,13 @@ class Candidate:
 
     def acceptance(self, target: Checkpoint, texts: Sequence[Text], params: SamplingParams) -> list[TextAcceptance]:
         """Return the acceptance of its tokens along texts of the target."""
-        sampler, size = target.backend.sampler, target.model.vocab_size
+        own = TextReader(target.model, target.backend.sampler, target.model.vocab_size)
+        return measure_acceptance(own, self.reader(target), texts, params)
+
+    def reader(self, target: Checkpoint) -> TextReader:
+        """Return the draft model as a reader of the target's texts."""
         split = self.vocabulary.split if isinstance(self.vocabulary, MappedVocabulary) else None
-        reader = TextReader(self.checkpoint.model, sampler, size, split)
-        return measure_acceptance(TextReader(target.model, sampler, size), reader, texts, params)
+        return TextReader(self.checkpoint.model, target.backend.sampler, target.model.vocab_size, split)
 
 
 @dataclass(frozen=True)
