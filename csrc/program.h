@@ -51,20 +51,20 @@ struct OwnRow {
 // A layer of one row, and the norm before it (NULL = none). Each thread does both for itself, which takes less time
 // than to wait for another thread. It does so within its first work item: until that is done, no thread can leave the
 // layer and overwrite the row.
-static inline void run_one_row(const SpOp *norm, const SpOp &op, const SpSums &sums, WorkQueue &stage) {
+static inline void run_one_row(const SpOp *norm, const SpOp &op, const SpSums &sums, WorkQueue &stage, const Panels &panels = {}) {
   static thread_local OwnRow row;
   Rows own = {};
-  stage.run(linear_pieces(op, 1), [&](int64_t panel) {
+  stage.run(panels.pieces(op, 1), [&](int64_t p) {
     if (!own.dwords) own = row.prepare(norm, op, sums);
-    if (norm && !panel) row.put(*norm);
-    run_panel(op, sums, panel, ONE, own);
+    if (norm && !p) row.put(*norm);
+    run_panel(op, sums, panels.item(op, p), ONE, own);
   });
 }
 
-static inline void run_linear_op(const SpOp &op, int64_t rows, Tiles &x, WorkQueue *stages) {
-  if (rows == 1) return run_one_row(nullptr, op, x.sums, stages[1]);
+static inline void run_linear_op(const SpOp &op, int64_t rows, Tiles &x, WorkQueue *stages, const Panels &panels = {}) {
+  if (rows == 1) return run_one_row(nullptr, op, x.sums, stages[1], panels);
   stages[0].run(x.packing_pieces(op, rows), [&](int64_t p) { pack_piece(op, rows, x, p); });
-  stages[1].run(linear_pieces(op, rows), [&](int64_t p) { run_linear(op, rows, x, p); });
+  stages[1].run(panels.pieces(op, rows), [&](int64_t p) { run_linear(op, rows, x, panels.item(op, p)); });
 }
 
 // Memory that the operations of a pass use, one after the other.
@@ -273,7 +273,7 @@ struct Drafting {
     rows.resize(most_rows * head.k), logits.resize(most_rows * draft->num_logits), shares.resize(most_rows * chunks_of(draft->width));
     for (int64_t s = 0; s < sequences; s++)
       if (!draft->out[s]) unread.resize(most_rows * draft->width);
-    ended.resize(all), confidences.resize(draft->topk ? all : 0), row_of.resize(inner.size);
+    ended.resize(all), confidences.resize(draft->topk || draft->stop_path > 0 ? all : 0), row_of.resize(inner.size);
     draws.resize(sequences), begins.resize(sequences), ends.resize(sequences);
     for (int64_t i = 0; i < all; i++) draft->drawn[i] = -1, ended[i] = 1;
     for (int64_t s = 0; s < sequences; s++) draws[s] = 0, begins[s] = roots[s], ends[s] = roots[s] + 1;
@@ -283,8 +283,8 @@ struct Drafting {
     head.in = rows.items, head.out = logits.items;
     if (draft->head_tokens) {
       head_out.resize(most_rows * head.n), head.out = head_out.items;
-      for (int64_t i = 0; i < most_rows * draft->num_logits; i++) logits[i] = -INFINITY;
     }
+    for (int64_t i = 0; (draft->head_tokens || draft->panels) && i < most_rows * draft->num_logits; i++) logits[i] = -INFINITY;
     clear_stages(stages, num_stages() * depth);
     if (depth > num_steps) {
       delete[] steps;
@@ -470,23 +470,26 @@ struct Drafting {
       if (!draws_child(row, rank) || !(noise || is_distribution(own, chunks))) return;  // a race without a winner returns -1 by itself
       const double *probs = probs_of(now, r, rank);
       const int64_t token = finish_draw(probs, width, noise, chance(now, step, r, rank), own);
-      ended[row.sequence * draft->nodes + node] = token < 0 || probs[token] < draft->stop_below;
+      int64_t &last = ended[row.sequence * draft->nodes + node];
+      last = token < 0 || probs[token] < draft->stop_below;
       drawn(row.sequence, node) = token;
-      if (token < 0 || !topk(row.sequence)) return;
+      if (token < 0 || (!topk(row.sequence) && !(draft->stop_path > 0))) return;
       const bool raced = noise == 1;
-      score(now, r, rank, raced ? best_of(own, chunks) : probs[token], raced ? sum_of(own, chunks) : 1.0);
+      const double path = score(now, r, rank, raced ? best_of(own, chunks) : probs[token], raced ? sum_of(own, chunks) : 1.0);
+      last = last || path < draft->stop_path;
     });
   }
 
-  // Score a node of a dynamic tree. value: of its token, among the weights left; total: of all values in its draw.
-  void score(Step &now, int64_t r, int64_t rank, double value, double total) {
+  // Score a node, and return its confidence. value: of its token, among the weights left; total: of all values in its draw.
+  double score(Step &now, int64_t r, int64_t rank, double value, double total) {
     const DrawingRow &row = now.rows[r];
     const Inner &parent = inner[row.inner];
     const int64_t offset = row.sequence * draft->nodes, node = offset + parent.first + rank;
     if (!rank) now.totals[r] = total;
-    draft->parents[node] = parent.node;
-    draft->scores[node] = now.left[r] * value / now.totals[r];
-    confidences[node] = draft->scores[node] * (parent.node < 0 ? 1.0 : confidences[offset + parent.node]);
+    const double own = now.left[r] * value / now.totals[r];
+    if (draft->parents) draft->parents[node] = parent.node;
+    if (draft->scores) draft->scores[node] = own;
+    return confidences[node] = own * (parent.node < 0 ? 1.0 : confidences[offset + parent.node]);
   }
 
   // Every thread of the parallel region calls it.
@@ -494,17 +497,18 @@ struct Drafting {
     WorkQueue *own = stages.items + step * num_stages(), *after = own + 1 + 2 * count;
     own[0].run(1, [&](int64_t) { prepare(step); });
     Step &now = steps[step];
+    const Panels panels = {draft->panels, draft->num_panels};
     if (!now.rows.size) return;
     run_ops(ops, count, now.pass, now.plan, memory, own + 1);
     if (now.rows.size == 1) {
       SpOp last = head;
       last.in = ops[count - 1].out + now.rows[0].row * head.k;
-      run_one_row(nullptr, last, memory.x.sums, after[2]);
+      run_one_row(nullptr, last, memory.x.sums, after[2], panels);
     } else {
       after[0].run(now.rows.size, [&](int64_t r) {
         memcpy(rows.items + r * head.k, ops[count - 1].out + now.rows[r].row * head.k, head.k * sizeof(float));
       });
-      run_linear_op(head, now.rows.size, memory.x, after + 1);
+      run_linear_op(head, now.rows.size, memory.x, after + 1, panels);
     }
     after[3].run(draft->head_tokens ? now.rows.size : 0, [&](int64_t r) {
       for (int64_t i = 0; i < head.n; i++) logits[r * draft->num_logits + draft->head_tokens[i]] = head_out[r * head.n + i];

@@ -202,10 +202,13 @@ typedef struct {
   double *const *out;        /* [sequences] each one's distributions [limit, width], or NULL: they are not returned */
   int64_t *parents;          /* [sequences, nodes] of dynamic trees, -1 = the root; and */
   double *scores;            /* [sequences, nodes] its probability; with shared noise (1), its share of all w e^G, where w is a token's
-                                probability and G its noise: the largest is that of the token which the same distribution draws */
+                                probability and G its noise: the largest is that of the token which the same distribution draws. NULL: not returned */
   double stop_below;         /* a token of a lower probability has no children; 0 = all may have some */
+  double stop_path;          /* nor has one where the product of the scores on the way to it is lower */
   int64_t num_logits;        /* tokens of the model */
   const int64_t *head_tokens;  /* the token of each row of the head; other tokens have the logit -infinity. NULL = row i is token i */
+  const int64_t *panels;     /* distinct panels of the head: tokens in others have the logit -infinity; NULL = all are read */
+  int64_t num_panels;
   const float *carried;      /* [T, state_size] output of the row at which a token is drawn, for the row of that token; or NULL */
   float *states;             /* [T, state_size] input of the next step's rows; not the memory of `carried` */
   int64_t state_size;

@@ -128,6 +128,15 @@ static inline Rows rows_of(const SpOp &op, bool packed, const Tiles &x, const Bl
 // A work item of a layer is a panel (gate and up for a gated layer) for a block.
 static inline int64_t linear_pieces(const SpOp &op, int64_t rows) { return panels_of(op.n) * ((rows + SHARE - 1) / SHARE); }
 
+// Some panels of a layer; list NULL = all.
+struct Panels {
+  const int64_t *list;
+  int64_t count;
+
+  int64_t pieces(const SpOp &op, int64_t rows) const { return list ? linear_pieces(op, rows) / panels_of(op.n) * count : linear_pieces(op, rows); }
+  int64_t item(const SpOp &op, int64_t p) const { return list ? p / count * panels_of(op.n) + list[p % count] : p; }
+};
+
 // sums[rows][WIDTH] of panel `index` of a layer's weights.
 static void sum_panel(const SpOp &op, const SpSums &of, int64_t index, const Rows &rows, float *sums) {
   const char *panel = (const char *)op.weight + index * (op.type == SP_BF12 ? (int64_t)SP_INDEX_BYTES : bytes_of_panel(op.type, op.k));

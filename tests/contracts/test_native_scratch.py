@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 # case is a child of the program, so that one start and its imports serve all of them.
 SETUP = f"""
 import ctypes, os, resource, torch
+from speculant.cache import slotted_cache
 from speculant.kernels.native import Type, open_kernels
 from tests.contracts.test_native_attention import WIDE, Attention, Rows, Shape, expected, make
 MOST_DIM, MOST_GROUP = {MOST_DIM}, {MOST_GROUP}

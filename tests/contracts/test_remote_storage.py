@@ -113,8 +113,8 @@ def run(engine: Engine) -> Texts:
             engine.step()
             engine.check()
     for request in requests:
-        if request.error is not None:
-            raise request.error
+        if request.ending.error is not None:
+            raise request.ending.error
     return [(request.output, request.ending.reason, request.cumulative_logprob) for request in requests]
 
 

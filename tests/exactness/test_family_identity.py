@@ -36,7 +36,7 @@ WEIGHTS = [name for name, engine in ENGINES.items() if engine["kernels"] == "ref
 DRAFTERS = plugins.names("speculant.drafting")
 MOST_POSITIONS = 32  # as many as the smallest variant has
 PROMPTS = prompts_of(4)
-PARAMS = params_of(4, examples(12, least=8))
+PARAMS = params_of(4, 12)  # with 8, some greedy texts are equal, and some repeat nothing that can be copied
 
 
 class Case(NamedTuple):

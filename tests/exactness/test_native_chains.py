@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 
 from speculant.cache import CacheShape, KVCache, paged_cache, slotted_cache
 from speculant.drafting import grow_chains
-from speculant.kernels import NativeSampler
-from speculant.models import ROUNDINGS, Chain, NativeDecoder, SequenceInput, build_batch, is_foreseeable
+from speculant.kernels import NativeSampler, panel_rows
+from speculant.models import ROUNDINGS, Chain, LikelyPanels, NativeDecoder, SequenceInput, build_batch, is_foreseeable
 from speculant.models.native import decoder as native_decoder
 from speculant.params import SamplingParams
 from speculant.sampling import KeyedChances, MostLikely
@@ -89,6 +90,37 @@ def assert_same(some: list[Chain], others: list[Chain]) -> None:
         assert (one.probs is None) == (other.probs is None) == (not one.emits_probs or not one.tokens)
         if one.probs is not None and other.probs is not None:
             assert torch.equal(one.probs, other.probs)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("isa", SETS)
+def test_a_draft_reads_likely_rows_of_a_large_head(isa: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It draws as if the other tokens were impossible. A draft whose probs a verifier reads draws among all."""
+    model, every = make_native(isa), make_native(isa)
+    read = panel_rows(model.kernels)
+    model._likely = LikelyPanels(96, read)
+    model._likely.panels = array("q", [1])
+    monkeypatch.setattr(LikelyPanels, "add", lambda self, tokens: None)
+    likely, whole = (grown(each, kind, [True] * 5, 96) for each in (model, every))
+    assert {token // read for chain in likely for token in chain.tokens} == {1}
+    assert [chain.tokens for chain in likely] != [chain.tokens for chain in whole], "a weak test"
+    assert_same(grown(model, kind, COUPLED[2], 96), grown(every, kind, COUPLED[2], 96))
+    logits, others = every.logits, torch.arange(96) // read != 1
+    monkeypatch.setattr(every, "logits", lambda hidden: logits(hidden).masked_fill(others, -torch.inf))
+    monkeypatch.setattr(native_decoder, "is_foreseeable", lambda chain: False)
+    assert_same(likely, grown(every, kind, [True] * 5, 96))
+
+
+def test_likely_rows_are_those_of_low_ids_and_of_texts() -> None:
+    """A third of all panels is read at most, without those that texts had before others."""
+    likely = LikelyPanels(48 * 60, 48)
+    assert [*likely.panels] == [*range(10)]
+    likely.add([48 * panel + 7 for panel in (30, 2, 31, 59, 30)])
+    assert sorted(likely.panels) == [*range(10), 30, 31, 59]
+    likely.add([48 * 30])  # it is the latest now
+    for panel in range(32, 41):
+        likely.add([48 * panel])
+    assert sorted(likely.panels) == [*range(10), 30, *range(32, 41)]
 
 
 @pytest.mark.covering(2)

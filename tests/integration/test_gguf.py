@@ -68,10 +68,16 @@ def test_a_file_drafts_for_safetensors(checkpoints: Checkpoints, files: dict[str
     assert texts(checkpoints.target, GREEDY, draft_model=files["near"]) == plain
 
 
-@pytest.mark.parametrize("role", ["quantization", "draft_quantization"])
-def test_blocks_are_not_rounded(files: dict[str, str], role: str) -> None:
+def test_blocks_of_a_target_are_not_rounded(files: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="quantised already"):
-        LLM(files["Q4_0"], draft_model=files["near"], kernels="native", **{role: "int8"})
+        LLM(files["Q4_0"], kernels="native", quantization="int8")
+
+
+@pytest.mark.parametrize("rounded", ["int8", "int4"])
+def test_blocks_of_a_draft_are_rounded(checkpoints: Checkpoints, files: dict[str, str], rounded: str) -> None:
+    plain = texts(checkpoints.target, GREEDY, use_speculative_decoding=False)
+    drafting = {"draft_model": files["Q4_0"], "draft_quantization": rounded, "kernels": "native"}
+    assert texts(checkpoints.target, GREEDY, spec_length=4, **drafting) == plain
 
 
 def test_commands_take_files(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

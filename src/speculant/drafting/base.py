@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
@@ -23,7 +23,7 @@ from speculant.kernels import REFERENCE, Sampler
 from speculant.models import CausalLM, MappedVocabulary
 from speculant.sampling import Chances
 from speculant.text import Tokenizer
-from speculant.types import CommittedRows, DraftTree, Request
+from speculant.types import CommittedRows, DraftPrice, DraftTree, Request
 
 
 class Selector(Protocol):
@@ -111,6 +111,7 @@ class DrafterNeeds:
     (`LookAheadTree`); it adds at most as many as its limit on nodes. A drafter with such rows can't be a sub-drafter.
     reads: what it reads beside tokens and hidden states.
     selects: the draft-length policy selects between its sub-drafters' drafts, see `propose_selected`.
+    stops: its chains end as `DrafterContext.price` says.
     """
 
     max_nodes: int | None = None
@@ -125,6 +126,7 @@ class DrafterNeeds:
     target_inputs: int = 0
     reads: DrafterReads = DrafterReads()
     selects: bool = False
+    stops: bool = False
 
 
 class Drafter(Protocol):
@@ -357,7 +359,8 @@ class DrafterContext:
 
     options: the method's. model: the draft model that the user names; None = none.
     make_cache: makes a cache of the engine's kind for a model's cache shape.
-    stop_below: a draft that a model draws ends after a token of a lower probability; 0 = it does not.
+    stop_below: a draft that a model draws ends after a token of a lower probability; 0 = it does not. price: what
+    a further token of the method's drafts costs.
     """
 
     options: Mapping[str, Any]
@@ -368,6 +371,7 @@ class DrafterContext:
     chances: Chances
     max_num_batched_tokens: int
     stop_below: float = 0.0
+    price: DraftPrice = field(default_factory=DraftPrice)
 
 
 def build_method(facts: Method, build: Build, context: DrafterContext) -> Any:

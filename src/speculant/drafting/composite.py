@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import index
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -34,7 +35,7 @@ from speculant.drafting.base import (
 from speculant.drafting.methods import KIND, WITH_MODEL, installed, lookup_methods, method_facts, takes_model
 from speculant.errors import ConfigError, DraftError, Guard
 from speculant.metrics import EngineMetrics
-from speculant.types import CommittedRows, DraftTree, Request
+from speculant.types import CommittedRows, DraftPrice, DraftTree, Request
 
 logger = logging.getLogger(__name__)
 
@@ -362,7 +363,8 @@ class Drafters(CompositeDrafter):
     drafters: of the start, by method. default: the method of requests that name none; None = none.
     make: makes a drafter when a request first names it; it raises ConfigError for a method that a request can't use.
     default_length: how many tokens a method drafts unless its drafter announces a number. absence: why there is no
-    default method. num_layers: the target's; a drafter that needs another layer is refused.
+    default method. num_layers: the target's; a drafter that needs another layer is refused. prices: those of
+    `DrafterContext`, by method.
     """
 
     def __init__(
@@ -373,7 +375,9 @@ class Drafters(CompositeDrafter):
         default_length: Callable[[str], int] = lambda method: 1,
         absence: str = "it was made without a drafter",
         num_layers: int | None = None,
+        prices: Mapping[str, DraftPrice] = MappingProxyType({}),
     ) -> None:
+        self._prices = prices
         self.default, self._make, self._default_length, self.absence = default, make, default_length, absence
         self._num_layers, self._by_method = num_layers, dict[str, GuardedDrafter]()
         self.needs_by_method: dict[str | None, DrafterNeeds] = {}  # of the drafters that were made
@@ -430,6 +434,11 @@ class Drafters(CompositeDrafter):
         """Whether the draft-length policy selects between several drafters' drafts of a method."""
         needs = self.needs_by_method.get(method)
         return needs is not None and needs.selects
+
+    def price(self, method: str) -> DraftPrice | None:
+        """Return the price that the chains of a method heed; None = they do not."""
+        needs = self.needs_by_method.get(method)
+        return self._prices.get(method) if needs is not None and needs.stops else None
 
     def find(self, method: str) -> Drafter:
         """Return a method's drafter: one that was loaded within another, or a new one.
@@ -505,6 +514,7 @@ def combine(sub_drafters: Sequence[SubDrafter]) -> DrafterNeeds:
         max_positions=_largest([each.max_positions for each in needs]),
         nodes_per_beam=max(each.nodes_per_beam or 0 for each in needs) or None,
         own_cache=any(each.own_cache for each in needs),
+        stops=any(each.stops for each in needs),
         hidden_layers=tuple(sorted({layer for each in needs for layer in each.hidden_layers})),
         reads=DrafterReads(
             top_k=max(each.reads.top_k for each in needs),

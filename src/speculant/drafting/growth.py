@@ -253,10 +253,15 @@ def draw_along(chain: Chain, tree: DraftTree, probs: Tensor, totals: Sequence[fl
     """
     path, node = list[int](), -1
     while 0 < totals[1 + node] < math.inf:
-        token = chain.chance.draw(probs[1 + node])
+        own, scores = probs[1 + node], None
+        if chain.stop_path:
+            scores = chain.chance.scores(own) if isinstance(chain.chance, KeyedNoise) else own
+        token = chain.chance.draw(own)
         chain.tokens = [*chain.tokens, token]
         path.append(node)
-        if len(chain.tokens) == chain.limit or (chain.stop_below and float(probs[1 + node, token]) < chain.stop_below):
+        chain.confidence *= 1.0 if scores is None else float(scores[token])
+        is_unlikely = chain.confidence < chain.stop_path or (chain.stop_below and float(own[token]) < chain.stop_below)
+        if len(chain.tokens) == chain.limit or is_unlikely:
             return path, False
         child = tree.child(node, token)
         if child is None:
@@ -495,9 +500,9 @@ def _shaped(plan: Chain, topology: StaticTree | DynamicTree, wanted: int) -> Cha
     if isinstance(topology, DynamicTree):
         topk = topology.topk
         depth = min(topology.depth, wanted, 1 + (plan.limit - 1) // topk)
-        return replace(plan, topk=topk, limit=topk + (depth - 1) * topk**2)
+        return replace(plan, topk=topk, limit=topk + (depth - 1) * topk**2, stop_path=0.0)
     widths = topology.within(plan.limit).widths
-    return replace(plan, widths=widths, limit=len(widths) - 1)
+    return replace(plan, widths=widths, limit=len(widths) - 1, stop_path=0.0)
 
 
 class BeamGrowth(Growth):

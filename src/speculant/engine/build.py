@@ -9,7 +9,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ from speculant.models import (
 )
 from speculant.sampling import KeyedChances
 from speculant.text import Tokenizer
+from speculant.types import DraftPrice
 from speculant.verification import Verifier
 
 logger = logging.getLogger(__name__)
@@ -324,7 +325,7 @@ def _draft_length(
     """Make the configured draft-length policy."""
     plugin, options = _policy(spec)
     longest = spec.num_speculative_tokens if spec else None
-    own = drafters.tree, drafters.look_ahead_rows, drafters.selects
+    own = drafters.tree, drafters.look_ahead_rows, drafters.selects, drafters.price
     return completed(plugin.build(DraftLengthContext(length, options, longest, measured.costs, *own)))
 
 
@@ -369,7 +370,7 @@ def build_drafters(
     name = method_name(spec) if spec else None
     made = Drafters(
         drafters, name, workshop.on_request, lambda method: method_facts(method).default_length,
-        absence=describe(config, None, 0, None), num_layers=target.model.num_layers,
+        absence=describe(config, None, 0, None), num_layers=target.model.num_layers, prices=workshop.prices,
     )  # fmt: skip
     return made, "".join(loader.notes)
 
@@ -384,6 +385,7 @@ class _Workshop:
     make_cache: Callable[[CacheShape], KVCache]
     target_cache: Callable[[], KVCache | None]
     loader: DraftLoader
+    prices: dict[str, DraftPrice] = field(default_factory=dict)  # by method
 
     def build(self, method: str, options: Mapping[str, Any]) -> Drafter:
         """Make a drafter, with the configured draft model; without one, with the head in the target's folder."""
@@ -418,6 +420,7 @@ class _Workshop:
             KeyedChances(sampler),
             resolve_for(self.config, self.target).max_num_batched_tokens,
             policy.stop_below(policy_options) if hasattr(policy, "stop_below") else 0.0,
+            self.prices.setdefault(method, DraftPrice()),
         )
         drafter: Drafter = build_method(method_facts(method), plugins.load(KIND, method).build, context)
         if drafter.needs.target_inputs and model.needs.most_nodes is not None:

@@ -34,6 +34,7 @@ from speculant.models import (
     CheckpointFiles,
     HeadHost,
     Hidden,
+    RoundsWeights,
     SequenceInput,
     TimesWeights,
     build_batch,
@@ -197,7 +198,7 @@ class LargeDraft:
         if not isinstance(backend, TimesWeights):
             return None
         draft = CheckpointFiles.open(folder)
-        if 2 * matrix_weights(draft.decoder) < LARGE_BYTES or draft.tensors.quantised_kinds():
+        if 2 * matrix_weights(draft.decoder) < LARGE_BYTES:
             return None
         if why_not(backend, draft.decoder, draft.dtype(dtype), device) is not None:
             return None
@@ -206,8 +207,10 @@ class LargeDraft:
     def fastest(self) -> str | None:
         """Return the type that is expected to be fastest, without loading weights."""
         started, types, found = time.perf_counter(), [None, *self.backend.quantizations], list[Precision]()
-        (target_s,) = self._seconds(self.target, [self.quantization])
-        for each, token_s in zip(types, self._seconds(self.draft, types), strict=True):
+        (target_s,) = self._seconds(self.backend, self.target, [self.quantization])
+        own = self.backend.for_drafts() if isinstance(self.backend, RoundsWeights) else self.backend
+        assert isinstance(own, TimesWeights)
+        for each, token_s in zip(types, self._seconds(own, self.draft, types), strict=True):
             found.append(Precision(each, USUAL_ACCEPTANCE.get(each, 0.0), token_s))
             logger.info(
                 "a draft in %s: acceptance %.3f is assumed, %.2g s a token", each, found[-1].acceptance, token_s
@@ -216,8 +219,10 @@ class LargeDraft:
         logger.info("chose draft_quantization=%s in %.1f s", chosen, time.perf_counter() - started)
         return chosen
 
-    def _seconds(self, files: CheckpointFiles, quantizations: Sequence[str | None]) -> list[float]:
-        return self.backend.row_seconds(files.decoder, files.weights, files.dtype(self.dtype), quantizations)
+    def _seconds(
+        self, backend: TimesWeights, files: CheckpointFiles, quantizations: Sequence[str | None]
+    ) -> list[float]:
+        return backend.row_seconds(files.decoder, files.weights, files.dtype(self.dtype), quantizations)
 
 
 def draft_seconds(draft: Checkpoint, size: int, runs: Runs) -> tuple[float, float]:

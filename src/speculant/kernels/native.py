@@ -131,7 +131,7 @@ class Scratch:
         return blocks[-1]
 
 
-VERSION = 26
+VERSION = 27
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 MOST_CONV = 16  # positions that a convolution sees
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
@@ -309,8 +309,8 @@ class Draft(Structure):
         ("limits", c_void_p), ("widths", c_void_p), ("topk", c_void_p),
         ("settings", c_void_p), ("edits", c_void_p), ("noise", c_void_p),
         ("chances", c_void_p), ("drawn", c_void_p), ("out", c_void_p),
-        ("parents", c_void_p), ("scores", c_void_p), ("stop_below", c_double),
-        ("num_logits", c_int64), ("head_tokens", c_void_p),
+        ("parents", c_void_p), ("scores", c_void_p), ("stop_below", c_double), ("stop_path", c_double),
+        ("num_logits", c_int64), ("head_tokens", c_void_p), ("panels", c_void_p), ("num_panels", c_int64),
         ("carried", c_void_p), ("states", c_void_p), ("state_size", c_int64),
     ]  # fmt: skip
 

@@ -41,7 +41,7 @@ from speculant.lengths.costs import (
 )
 from speculant.metrics import StepTiming
 from speculant.scheduling import Schedule
-from speculant.types import Request
+from speculant.types import DraftPrice, Request
 
 PROBE = 1  # nodes of a draft that is tried
 PLAIN_STEPS = 6  # of an experiment without drafts; its last half is timed, when the processor's caches are as usual
@@ -82,10 +82,10 @@ class Rate:
 
 
 class MethodAcceptance:
-    """The estimates of one method."""
+    """The estimates of one method. rate: of all tests."""
 
     def __init__(self) -> None:
-        self._whole, self._rate = Rate(PRIOR, PRIOR_TESTS), PRIOR  # of all tests, and its estimate
+        self._whole, self.rate = Rate(PRIOR, PRIOR_TESTS), PRIOR  # of all tests, and its estimate
         self._by_depth, self._depth_rates = list[Rate](), [PRIOR]
         self._score_rates = [(bucket + 0.5) / BUCKETS for bucket in range(BUCKETS)]
         self._by_score = [Rate(prior, SCORE_PRIOR_TESTS) for prior in self._score_rates]
@@ -126,12 +126,12 @@ class MethodAcceptance:
             tests.append(0)
         own = self._by_sequence.get(request)
         if own is None:
-            own = self._by_sequence[request] = Rate(self._rate, SEQUENCE_PRIOR_TESTS)
+            own = self._by_sequence[request] = Rate(self.rate, SEQUENCE_PRIOR_TESTS)
         if draft is None:
             self._observe_depths(tests)
         else:
             self._observe_scores(draft, outcome)
-        self._rate = self._whole.add(sum(tests), METHOD_MEMORY, len(tests))
+        self.rate = self._whole.add(sum(tests), METHOD_MEMORY, len(tests))
         own.add(sum(tests), SEQUENCE_MEMORY, len(tests))
 
     def _observe_depths(self, tests: Sequence[int]) -> None:
@@ -174,7 +174,7 @@ class MethodAcceptance:
         own = self._by_sequence.get(request)
         if own is None:
             return 1.0
-        return (own.accepted + self._rate * SEQUENCE_PRIOR_TESTS) / (own.tested + SEQUENCE_PRIOR_TESTS) / self._rate
+        return (own.accepted + self.rate * SEQUENCE_PRIOR_TESTS) / (own.tested + SEQUENCE_PRIOR_TESTS) / self.rate
 
 
 Array = np.ndarray[Any, Any]
@@ -190,7 +190,8 @@ class StepPlan:
     pure: whether all sequences only decode, and none is a beam search. gain: the share by which drafts without scores
     are expected to raise the tokens per second; rate: these tokens per second. planned: methods without
     scores that draft. asked: methods that are called because they may draft. given: sequences whose requests set the
-    length themselves. seconds: of the step by nodes, as far as they are known; none after the costs have changed.
+    length themselves. extended: the most nodes of a method's chains that end by their scores: twice the best length for
+    all alike. seconds: of the step by nodes, as far as they are known; none after the costs have changed.
     """
 
     made_for: list[tuple[int, int, bool]]
@@ -205,6 +206,7 @@ class StepPlan:
     asked: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     given: set[int] = field(default_factory=set)
+    extended: list[int] = field(default_factory=list)
 
     def steps_s(self, costs: StepCosts, most: int) -> list[float]:
         """Return the seconds of the step with 0 to at least `most` nodes, without drafting."""
@@ -294,7 +296,7 @@ def _firsts(values: Array) -> Array:
 class MethodRecord:
     """What is known of a method.
 
-    tree, look_ahead_rows, selects: see `DraftLengthContext`.
+    tree, look_ahead_rows, selects, price: see `DraftLengthContext`.
     has_scores: whether its last drafts had some. silent: its calls in a row that returned no draft. gain, seconds: of a
     call to a method with scores, which drafts nothing in most steps of an unfamiliar text: tokens accepted, less
     the tokens that plain steps make while they are verified, and the time for each sequence.
@@ -303,6 +305,7 @@ class MethodRecord:
     tree: tuple[int, int] | None = None
     look_ahead_rows: int = 0
     selects: bool = False
+    price: DraftPrice | None = None
     acceptance: MethodAcceptance = field(default_factory=MethodAcceptance)  # of drafts without scores
     scored: MethodAcceptance = field(default_factory=MethodAcceptance)
     has_scores: bool = False
@@ -324,12 +327,15 @@ class MethodRecords(dict[str, MethodRecord]):
         trees: Callable[[str], tuple[int, int] | None],
         look_ahead_rows: Callable[[str], int],
         selects: Callable[[str], bool],
+        price: Callable[[str], DraftPrice | None],
     ) -> None:
         super().__init__()
-        self._trees, self._look_ahead_rows, self._selects = trees, look_ahead_rows, selects
+        self._facts = trees, look_ahead_rows, selects, price
 
     def __missing__(self, method: str) -> MethodRecord:
-        made = self[method] = MethodRecord(self._trees(method), self._look_ahead_rows(method), self._selects(method))
+        trees, look_ahead_rows, selects, price = self._facts
+        found = trees(method), look_ahead_rows(method), selects(method), price(method)
+        self[method] = made = MethodRecord(*found)
         return made
 
 
@@ -423,14 +429,16 @@ class Adaptive(DraftLength):
         trees: Callable[[str], tuple[int, int] | None] = lambda method: None,
         look_ahead_rows: Callable[[str], int] = lambda method: 0,
         selects: Callable[[str], bool] = lambda method: False,
+        price: Callable[[str], DraftPrice | None] = lambda method: None,
     ) -> None:
-        self._longest, self._methods = longest, MethodRecords(trees, look_ahead_rows, selects)
+        self._longest, self._methods = longest, MethodRecords(trees, look_ahead_rows, selects, price)
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
         self._experiments, self._backlogs = Experiments(), Backlogs(self._costs)
         self._plan = StepPlan([], [], 0)
         self._met: WeakSet[Request] = WeakSet()  # whose texts were looked up at least once
         self._scores: dict[int, ScoredDraft] = {}  # of this step, by sequence id
-        self._drawn: dict[int, int] = {}  # nodes that a model may draw, by sequence id, where this policy selects
+        self._drawn: dict[int, int] = {}  # nodes that a model should draw, by sequence id, where this policy selects
+        self._limits: dict[int, int] = {}  # the same, for chains that end by their scores
         self._plain = PLAIN_STEPS  # steps since the last one with drafts
 
     @override
@@ -478,7 +486,10 @@ class Adaptive(DraftLength):
                     plan.given.add(request.seq_id)
             elif item.decodes and method is not None:
                 by_method.setdefault(method, {})[place] = request
-        self._drawn = {}
+        self._drawn, self._limits = {}, {}
+        for method in by_method:
+            if (price := self._methods[method].price) is not None:
+                price.least = 0.0
         if plan.pure and self._tries_plain(by_method, before):
             plan.left, plan.gain = PLAIN_STEPS, before.gain
             return plan
@@ -510,10 +521,12 @@ class Adaptive(DraftLength):
         elif known.selects:
             lengths = self._joint_lengths(plan, method, requests, most)
             self._drawn.update(zip(map(_SEQ_ID, requests), lengths, strict=True))
+            self._limits.update(zip(map(_SEQ_ID, requests), plan.extended or lengths, strict=True))
             if any(lengths):
                 return most
         elif not known.has_scores:
-            return self._joint_lengths(plan, method, requests, most)
+            lengths = self._joint_lengths(plan, method, requests, most)
+            return plan.extended or lengths
         price = len(requests) * known.seconds.value / plan.steps_s(self._costs, 0)[0]
         if silent or known.gain < len(requests) * price:  # a token takes a share of its pass
             if wait := self._experiments.left("look up", method):
@@ -533,11 +546,12 @@ class Adaptive(DraftLength):
         self, plan: StepPlan, method: str, requests: Sequence[Request], most: Sequence[int]
     ) -> list[int]:
         """Choose the lengths of drafts without scores, or of an experiment with them."""
+        plan.extended = []
         known, count = self._methods[method], len(requests)
         own = known.look_ahead_rows
         pass_s = np.array(plan.steps_s(self._costs, num_rows(sum(most), own, count)))
         plain_s = float(pass_s[0])
-        draft_s = self._costs.drafts_s(method, count, max(most, default=0))
+        draft_s = self._costs.drafts_s(method, count, 1 + max(most, default=0))
 
         def seconds(nodes: Array, sequences: Array, depth: Array) -> Array:
             found: Array = pass_s[nodes + (nodes + sequences) * np.minimum(depth, own)] + draft_s[sequences, depth]
@@ -559,6 +573,12 @@ class Adaptive(DraftLength):
             plan.planned.append(method)
             twice = [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)]
             if twice == counts or experiments.left(*longer):
+                if known.price is not None and not plan.given:
+                    drawn, depth, nodes = len(counts) - counts.count(0), max(counts), sum(counts)
+                    token_s = (draft_s[drawn, depth + 1] - draft_s[drawn, depth]) / drawn
+                    row_s = (pass_s[nodes] - plain_s) / nodes
+                    plan.extended = [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)]
+                    known.price.least = float(plan.rate * (token_s + row_s) / known.acceptance.rate)
                 return counts
             of_twice, of_counts = prices(twice, counts)
             experiments.begin(*longer, price=of_twice - of_counts)
@@ -626,7 +646,7 @@ class Adaptive(DraftLength):
 
     @override
     def longest_unscored(self, request: Request) -> int | None:
-        return self._drawn.get(request.seq_id)
+        return self._limits.get(request.seq_id)
 
     def _most(self, request: Request) -> int:
         """Return the most nodes of a draft: the request's number, else the user's, else a whole tree, or LONGEST."""
@@ -692,6 +712,8 @@ class Adaptive(DraftLength):
         a tree may have fewer nodes at the same depth.
         """
         came, known = sum(outcome.drafted), self._methods[method]
+        if known.price is not None and known.price.least and came:
+            return outcome._replace(missing=0)
         most = self._drawn.get(outcome.request.seq_id, came + outcome.missing)
         fewer = known.look_ahead_rows or (came and known.tree)
         return outcome._replace(missing=0 if fewer else max(0, most - came))
@@ -749,5 +771,5 @@ def build(context: DraftLengthContext) -> Adaptive:
     """Make the policy; it has no options of its own."""
     for key in context.options:
         raise ConfigError(f"draft_length has the unknown key {key!r}", suggest(key, ["policy"]))
-    own = context.trees, context.look_ahead_rows, context.selects
+    own = context.trees, context.look_ahead_rows, context.selects, context.price
     return Adaptive(context.longest, context.costs(), *own)

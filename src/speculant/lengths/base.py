@@ -20,7 +20,7 @@ from speculant.lengths.costs import StepCosts
 from speculant.lengths.measuring import Measurement
 from speculant.metrics import StepTiming
 from speculant.scheduling import Schedule
-from speculant.types import DraftTree, Request
+from speculant.types import DraftPrice, DraftTree, Request
 
 logger = logging.getLogger(__name__)
 _NAME = "the draft length policy"
@@ -134,7 +134,8 @@ class DraftLengthContext:
     num_speculative_tokens: the configured length, or the method's usual one. options: the policy's own keys. longest:
     the configured length alone; None = the policy chooses. costs: measures this machine's costs; None = can't. trees:
     nodes and depth of the trees of methods that draft trees without scores. look_ahead_rows: a method's
-    `DrafterNeeds.target_inputs`. selects: whether the policy selects between a method's candidate drafters.
+    `DrafterNeeds.target_inputs`. selects: whether the policy selects between a method's candidate drafters. price:
+    where the policy says what a further token of a method's chains costs; None = they do not heed it.
     """
 
     num_speculative_tokens: int
@@ -144,6 +145,7 @@ class DraftLengthContext:
     trees: Callable[[str], tuple[int, int] | None] = lambda method: None
     look_ahead_rows: Callable[[str], int] = lambda method: 0
     selects: Callable[[str], bool] = lambda method: False
+    price: Callable[[str], DraftPrice | None] = lambda method: None
 
 
 class GuardedLength:

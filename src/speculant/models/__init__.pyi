@@ -134,6 +134,7 @@ from .heads import (
 )
 from .native.decoder import NO_STATES as NO_STATES, NativeDecoder as NativeDecoder, is_foreseeable as is_foreseeable
 from .native.head import NativeHead as NativeHead
+from .native.likely import LikelyPanels as LikelyPanels
 from .native.packed import (
     PackedDecoder as PackedDecoder,
     PackedExperts as PackedExperts,

@@ -140,7 +140,8 @@ class Chain:
 
     `input_tokens` are the committed tokens that are not in its cache. Each drawn token but the last is forwarded in
     turn. The chain ends at a row without a distribution, because no token is possible or the model failed. It also ends
-    after a token whose probability is below `stop_below`. probs [tokens, V] are the distributions that the tokens were
+    after a token whose probability is below `stop_below`, and, unless it is a tree, after one where the product of the
+    scores so far is below `stop_path`. probs [tokens, V] are the distributions that the tokens were
     drawn from; None if the verifier does not read them.
     hidden [len(input_tokens), hidden]: the states of the input tokens, for a model that reads states.
     widths [1 + limit]: of a tree whose shape is known in advance, the children of the root and of each node, in order
@@ -164,6 +165,7 @@ class Chain:
     tokens: list[int] = field(default_factory=list)
     probs: Tensor | None = None
     stop_below: float = 0.0
+    stop_path: float = field(default=0.0, kw_only=True)
     hidden: Tensor | None = None
     widths: tuple[int, ...] = ()
     parents: Sequence[int] | None = None
@@ -173,8 +175,9 @@ class Chain:
     certain: int | None = None
 
     def __post_init__(self) -> None:
+        self.confidence = 1.0  # the product of the scores so far, if there is a `stop_path`
         request, self.is_tree = self.request, bool(self.widths) or self.topk > 0
-        ranked = self.stop_below > 0 or (self.is_tree and request.drafts.shared_noise)
+        ranked = self.stop_below > 0 or self.stop_path > 0 or (self.is_tree and request.drafts.shared_noise)
         self.softened = ranked and request.params.greedy
         self.emits_probs = not (request.drafts.shared_noise or self.softened)
 

@@ -160,7 +160,7 @@ DISTRIBUTIONS = [
             "            return path, False\n"
             "        path.append(node)\n"
         ),
-        "test_distributions.py::test_chains_keep_the_distribution[2-1-rejection-1]",
+        "test_distributions.py::test_chains_keep_the_distribution[3-1-rejection-1]",
     ),
     Mutant(
         "sampling parameters not applied to p",

@@ -14,6 +14,7 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid
@@ -62,45 +63,41 @@ def _scan(
     return (result, state) if return_final_states else result
 
 
-def _norm_groups(own: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Compute a norm of Granite in its input's type: transformers' own has float32 alone."""
-    gated = x if gate is None else x * torch.nn.functional.silu(gate)
-    parts = gated.unflatten(-1, (-1, gated.shape[-1] if gate is None else own.group_size))
-    return own.weight * (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + own.variance_epsilon)).flatten(-2)
+class _Wide(TorchFunctionMode):
+    """Keeps numbers of float64 that transformers' norms, routers and softmax turn into float32.
+
+    Angles and distances are of float32 from the beginning, as in our models.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
+            func = torch.Tensor.double if func is torch.Tensor.float else func
+            args, given = map(_wide, args), {name: _wide(each) for name, each in given.items()}
+        return func(*args, **given)
 
 
-def _norm(own: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Compute a norm in its input's type: transformers' own has float32 alone."""
-    eps = own.eps if gate is None else own.variance_epsilon
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return normed * (1 + own.weight) if gate is None else own.weight * normed * torch.nn.functional.silu(gate)
+def _wide(argument: Any) -> Any:
+    return torch.float64 if argument is torch.float32 else argument
+
+
+def _widen(oracle: PreTrainedModel) -> PreTrainedModel:
+    """Let a model of float64 compute in it alone."""
+    forward = oracle.forward
+
+    @functools.wraps(forward)
+    def wide(*args: Any, **settings: Any) -> Any:
+        with _Wide():
+            return forward(*args, **settings)
+
+    oracle.forward = wide
+    return oracle
 
 
 # Random weights enlarge errors of rounding in states, and transformers' rule for many tokens has larger ones.
-_OWN_RULE = (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next)
-for _module in _OWN_RULE:
+for _module in (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next):
     vars(_module)["torch_chunk_gated_delta_rule"] = _delta_rule
-
-
-def _route(own: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Select experts in the input's type: transformers' own has float32 alone."""
-    scores = torch.nn.functional.linear(x.reshape(-1, own.hidden_dim), own.weight)
-    weights, used = scores.softmax(-1).topk(own.top_k)
-    return scores, weights / weights.sum(-1, keepdim=True) if getattr(own, "norm_topk_prob", True) else weights, used
-
-
 vars(modeling_granitemoehybrid)["mamba2_chunk_scan"] = _scan
-
-
-def _widen(oracle: PreTrainedModel | None) -> None:
-    """Let the norms and the routers of a model of float64 have this type."""
-    for module in () if oracle is None else oracle.modules():
-        for part, own in (("RMSNorm", _norm), ("TopKRouter", _route)):
-            if type(module).__module__ in {of.__name__ for of in _OWN_RULE} and part in type(module).__name__:
-                module.forward = functools.partial(own, module)
-        if type(module).__name__ in ("GraniteMoeHybridRMSNorm", "GraniteMoeHybridRMSNormGated"):
-            module.forward = functools.partial(_norm_groups, module)
-
 
 NATIVE = pytest.mark.skipif(not usable_sets(), reason="the native kernels are not built")
 SMALL: dict[str, Any] = {
@@ -563,8 +560,7 @@ class Pair:
     def in_float64(self) -> Pair:
         """Return both in float64, so that differences are of the program and not of the numbers."""
         wide = {"dtype": torch.float64, "experts_implementation": "eager"}  # other ones have no float64
-        oracle = self.oracle and type(self.oracle).from_pretrained(self.folder, **wide).eval()
-        _widen(oracle)
+        oracle = self.oracle and _widen(type(self.oracle).from_pretrained(self.folder, **wide).eval())
         ours = load_model(str(self.folder), dtype="float64").model
         return Pair(oracle, ours, self.folder)
 

@@ -57,7 +57,7 @@ from speculant.models import (
     known,
 )
 from speculant.sampling import Chances, MostLikely, Node
-from speculant.types import DraftTree, Request
+from speculant.types import DraftPrice, DraftTree, Request
 
 NODES_PER_BEAM = 2
 MOST_LIKELY = MostLikely()  # a greedy distribution has one token, which any chance draws
@@ -162,6 +162,7 @@ class DraftModelRunner:
     owns_cache = True
     _shared: KVCache | None = None  # the target's cache, if the model uses it
     vocabulary: MappedVocabulary | None = None
+    price = DraftPrice()
 
     def __init__(
         self,
@@ -191,7 +192,7 @@ class DraftModelRunner:
         """Return the runner of a model, with a cache of its own; own: further arguments of a subclass."""
         cache = context.make_cache(model.cache_shape)
         made = cls(model, cache, context.chances, context.max_num_batched_tokens, context.stop_below, **own)
-        made.vocabulary = context.models.vocabulary_of(model)
+        made.vocabulary, made.price = context.models.vocabulary_of(model), context.price
         return made
 
     def begin(self, request: Request) -> None:
@@ -297,9 +298,9 @@ class DraftModelRunner:
                 certain = None if self._shared is None else 0  # the target's states stay as they are
                 if request.num_drafted and certain is None:
                     certain = max(0, len(self.committed(request)) - start)
-                chains.append(
-                    Chain(request, missing, drawn, chance, [], None, stop, hidden, source=source_id, certain=certain)
-                )
+                chain = Chain(request, missing, drawn, chance, [], None, stop, hidden, stop_path=self.price.least)
+                chain.source, chain.certain = source_id, certain
+                chains.append(chain)
         return chains, sources
 
     def _missing(self, request: Request, text: list[int], start: int, most: int) -> tuple[list[int], Tensor | None]:
@@ -355,6 +356,7 @@ class ModelDrafter(StatelessDrafter):
     """
 
     guess: Guess | None = None  # guesses the tokens that the model draws next
+    draws_in_turn = True  # a chain's tokens, a pass for each
 
     def __init__(
         self,
@@ -378,6 +380,7 @@ class ModelDrafter(StatelessDrafter):
             nodes_per_beam=NODES_PER_BEAM,
             reads=DrafterReads(target_cache=not runner.owns_cache),
             own_cache=runner.owns_cache,
+            stops=self.draws_in_turn and topology is None and runner.owns_cache,
         )
         self._runner, self.caches = runner, (runner.cache,) if runner.owns_cache else ()
         self._vocab_size, self._sampler, self._topology = vocab_size, sampler, topology
@@ -531,6 +534,7 @@ class OnePass(ModelDrafter):
     tokens stay.
     """
 
+    draws_in_turn = False
     mask: Mask
     shape: StaticTree | None
 

@@ -309,11 +309,12 @@ def model_entries(folder: Path, config: Config, decoder: DecoderConfig, heads: i
 def _decoder_entries(config: Config, decoder: DecoderConfig) -> Entries:
     """Return the metadata that most families have."""
     of = decoder.attention
-    rotated = config.get("max_position_embeddings") if decoder.ropes else None  # readers extend it by a linear factor
+    extends = decoder.ropes and _stated_kind(config, decoder) == "linear"  # readers extend what the file states, too
+    stated = config.get("max_position_embeddings") if extends else None
     return {
         "vocab_size": decoder.vocab_size,
         "block_count": decoder.num_layers,
-        "context_length": rotated or decoder.max_positions,
+        "context_length": stated or decoder.max_positions,
         "embedding_length": decoder.hidden_size,
         "feed_forward_length": decoder.layers[0].mlp.size,
         "attention.head_count": of.heads,

@@ -153,6 +153,10 @@ class RoundsWeights(Protocol):
         """Return a matrix of finite floats in blocks of a kind."""
         ...
 
+    def for_drafts(self) -> Backend:
+        """Return the backend of draft models: its `quantizations` may have other kinds, which are faster."""
+        ...
+
 
 @runtime_checkable
 class TimesWeights(Backend, Protocol):

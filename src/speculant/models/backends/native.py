@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from speculant.models.description import DecoderConfig
 from speculant.models.native.decoder import NativeDecoder
 from speculant.models.native.speeds import fastest_packing, row_seconds
 from speculant.models.weights.cache import WeightCache, WeightStore
-from speculant.models.weights.reader import ROUNDINGS, Rounding
+from speculant.models.weights.reader import DRAFT_ROUNDINGS, ROUNDINGS, Rounding
 from speculant.models.weights.source import QuantizedBlocks, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NativeBackend(PacksWeights, RoundsWeights, TimesWeights, StoresWeights):
-    """See `Backend`. kernels None = they were not built, and the backend can compute no model."""
+    """See `Backend`. kernels None = they were not built, and the backend can compute no model.
+
+    roundings: of `quantizations`.
+    """
 
     kernels: Kernels | None
     name: str = "native"
@@ -45,6 +48,7 @@ class NativeBackend(PacksWeights, RoundsWeights, TimesWeights, StoresWeights):
     layouts: Collection[str] = tuple(BLOCK_TYPES)
     priority: int = 10
     row_invariant: bool = True
+    roundings: Mapping[str, Rounding] = field(default_factory=lambda: ROUNDINGS)
     packing: Packing = AS_THEY_ARE
     store: WeightStore | None = None
 
@@ -84,7 +88,7 @@ class NativeBackend(PacksWeights, RoundsWeights, TimesWeights, StoresWeights):
         quantizations: Sequence[str | None],
     ) -> list[float]:
         """Speeds of types are measured the first time."""
-        roundings = [None if each is None else ROUNDINGS[each] for each in quantizations]
+        roundings = [None if each is None else self.roundings[each] for each in quantizations]
         return row_seconds(self._built, config, weights, dtype, roundings)
 
     @override
@@ -105,9 +109,13 @@ class NativeBackend(PacksWeights, RoundsWeights, TimesWeights, StoresWeights):
         quantization: str | None = None,
     ) -> NativeDecoder:
         """Each tensor is packed as it is read."""
-        rounding = None if quantization is None else ROUNDINGS[quantization]
+        rounding = None if quantization is None else self.roundings[quantization]
         coded = self.packing.name == CODED
         return NativeDecoder(config, weights, dtype, self._built, rounding, coded=coded, store=self.store)
+
+    @override
+    def for_drafts(self) -> NativeBackend:
+        return replace(self, roundings=DRAFT_ROUNDINGS)
 
     @override
     def rounded_kind(self, type_: str, name: str, k: int) -> str:

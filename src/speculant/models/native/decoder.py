@@ -44,6 +44,7 @@ from speculant.kernels import (
     Scratch,
     address,
     likely_bytes,
+    panel_rows,
     settings_array,
 )
 from speculant.models.base import (
@@ -61,13 +62,14 @@ from speculant.models.base import (
 )
 from speculant.models.description import DecoderConfig
 from speculant.models.heads import HeadConfig, HeadHost, StateEntry
+from speculant.models.native.likely import LEAST_VOCABULARY, LikelyPanels
 from speculant.models.native.packed import PackedDecoder, embedding, linear
 from speculant.models.native.program import Buffers, EncoderProgram, NativeLinears, Program, SourceKeys, scratch_bytes
 from speculant.models.positions import Rotary
 from speculant.models.reference import needs_of, rotaries, spread
 from speculant.models.sizes import cache_shape, relative_reads, tensor_shapes
 from speculant.models.weights.cache import WeightStore
-from speculant.models.weights.reader import ROUNDINGS, Rounding, WeightReader, WeightTypes, require_finite
+from speculant.models.weights.reader import DRAFT_ROUNDINGS, Rounding, WeightReader, WeightTypes, require_finite
 from speculant.models.weights.source import WeightSource
 from speculant.params import SamplingParams
 from speculant.sampling import KeyedNoise, MostLikely, Node, Stream, copied, edits_of, sampling_settings
@@ -236,8 +238,8 @@ class Drawn:
             limits=first,
             widths=address(shaped) if any(shapes) else None,
             topk=address(dynamic) if any(topk) else None,
-            parents=address(self._parents),
-            scores=address(self._scores),
+            parents=address(self._parents) if any(topk) else None,
+            scores=address(self._scores) if any(topk) else None,
             noise=first + size,
             out=first + 2 * size,
             chances=first + 3 * size,
@@ -268,6 +270,7 @@ class Drawn:
             out.append(0 if chain.probs is None else chain.probs.data_ptr())
         self._numbers[2 * len(chains) :] = array("Q", out + keys)
         self.call.stop_below = chains[0].stop_below
+        self.call.stop_path = 0.0 if self.call.widths or self.call.topk else chains[0].stop_path
 
     def write_to(self, chains: Sequence[Chain]) -> None:
         """Write the drawn tokens to the chains, without the nodes that were not drawn."""
@@ -325,7 +328,7 @@ class NativeDecoder(BackendModel, HeadHost):
     head_rounding: the types that matrices of heads on this model are rounded to; None = they have that of the cache.
     """
 
-    head_quantizations: Sequence[str] = tuple(ROUNDINGS)
+    head_quantizations: Sequence[str] = tuple(DRAFT_ROUNDINGS)
     head_rounding: Rounding | None = None
 
     def __init__(
@@ -367,6 +370,8 @@ class NativeDecoder(BackendModel, HeadHost):
             packed.head, None, None, packed.head_bias, factor=config.head.scale, softcap=config.head.softcap
         )
         self._head_tokens = torch.tensor(config.head.tokens, dtype=torch.int64) if config.head.tokens else None
+        is_large = config.vocab_size >= LEAST_VOCABULARY and not config.head.tokens
+        self._likely = LikelyPanels(config.vocab_size, panel_rows(kernels)) if is_large else None
         shape = self.cache_shape
         self._slot_bytes = array("q", [of.num_kv_heads * shape.bytes_of_head(of.head_dim) for of in shape.layers])
         self._record_sizes = array("q", [of.size if of else 0 for of in shape.states])
@@ -457,7 +462,7 @@ class NativeDecoder(BackendModel, HeadHost):
     @override
     def rounding_heads(self, quantization: str) -> NativeDecoder:
         model = self._of(self.packed)
-        model.head_rounding = ROUNDINGS[quantization]
+        model.head_rounding = DRAFT_ROUNDINGS[quantization]
         return model
 
     def _of(self, packed: PackedDecoder) -> NativeDecoder:
@@ -608,6 +613,8 @@ class NativeDecoder(BackendModel, HeadHost):
                 drawn.call.num_logits = self.vocab_size
                 drawn.call.head_tokens = None if self._head_tokens is None else self._head_tokens.data_ptr()
             drawn.prepare(drawing, self.kernels.scratch)
+            if self._likely is not None:
+                self._likely.choose(drawing, drawn.call)
             self.kernels.draft(self._entered(chains, drawn.call).ops, self._head, on, drawn.call)
             drawn.write_to(drawing)
         else:

@@ -23,6 +23,7 @@ from speculant.models.backends.base import (
     Backend,
     Computes,
     Packing,
+    RoundsWeights,
     Store,
     StoresWeights,
     choose_backend,
@@ -140,14 +141,15 @@ def load_model(
         return _checkpoint_of(own, described, folder, role, _name(source, role, folder))
     files = CheckpointFiles.open(folder)
     config, tensors, decoder = files.config, files.tensors, files.decoder
-    _check_rounding(tensors, quantization)
+    _check_rounding(tensors, quantization, role)
     _warn_of_dynamic_rope(decoder)
     generation, ends, sampling = _read_settings(folder, config, decoder.vocab_size)
     chosen, named = files.dtype(dtype), files.weights
     backend, described = choose_backend(kernels, quantization, decoder, chosen, place, weight_packing, named)
     _warn_of_decoding(folder, backend, named)
     decoder, weights = _fitted(decoder, files.weights, head_tokens, vocabulary)
-    kept = KeptWeights.of(weight_cache, backend, tensors, _facts(files, chosen, quantization, decoder, vocabulary))
+    backend, rounded = _rounding_for(role, quantization, backend)
+    kept = KeptWeights.of(weight_cache, backend, tensors, _facts(files, chosen, rounded, decoder, vocabulary))
     loaded = kept.backend.load(decoder, weights, chosen, place, quantization)
     weights.check(backend.name)
     model, stored_as = _with_cache_type(loaded, chosen, kv_cache_dtype, backend)
@@ -310,9 +312,16 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], StoredWeights, DecoderConfig
     return config, without_heads(gguf_weights(file), config, decoder.num_layers), decoder
 
 
-def _check_rounding(tensors: StoredWeights, quantization: str | None) -> None:
-    """Raise ConfigError if weights that are quantised are to be rounded again."""
-    if quantization is not None and tensors.quantised_kinds():
+def _rounding_for(role: str, quantization: str | None, backend: Backend) -> tuple[Backend, str | None]:
+    """Return the backend that rounds the weights of a model with this role, and a name of what they become."""
+    if role != "draft" or quantization is None or not isinstance(backend, RoundsWeights):
+        return backend, quantization
+    return backend.for_drafts(), f"{quantization} of a draft"
+
+
+def _check_rounding(tensors: StoredWeights, quantization: str | None, role: str) -> None:
+    """Raise ConfigError if a target's weights are quantised and are to be rounded again; a draft loses no text."""
+    if quantization is not None and role != "draft" and tensors.quantised_kinds():
         raise ConfigError(
             f"quantization={quantization!r} can't be used for {tensors.place}, whose weights are quantised already"
             f" ({', '.join(tensors.quantised_kinds())})",

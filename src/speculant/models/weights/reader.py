@@ -29,15 +29,19 @@ _UNDIVIDED = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
 
 @dataclass(frozen=True)
 class Rounding:
-    """The type of most matrices, and those of matrices with a certain part in their name."""
+    """The type of most matrices, and those of matrices with a certain part in their name.
+
+    undivided: the types in place of those whose blocks do not fill the rows.
+    """
 
     most: Type
     roles: Mapping[str, Type] = field(default_factory=dict)
+    undivided: Mapping[Type, Type] = field(default_factory=lambda: _UNDIVIDED)
 
     def type_of(self, name: str, k: int) -> Type:
         """Return the type of a matrix [n, k]. name: as in `tensor_shapes`; "" = a matrix without a role."""
         type_ = next((type_ for part, type_ in self.roles.items() if part in name.split(".")), self.most)
-        return type_ if k % BLOCK_SIZES[type_][0] == 0 else _UNDIVIDED.get(type_, type_)
+        return type_ if k % BLOCK_SIZES[type_][0] == 0 else self.undivided.get(type_, type_)
 
 
 ROUNDINGS: Mapping[str, Rounding] = {
@@ -50,6 +54,8 @@ ROUNDINGS: Mapping[str, Rounding] = {
         },
     ),
 }
+# Of drafts, whose speed counts more than their text: about as many tokens are accepted, and all weights have 4.5 bits.
+DRAFT_ROUNDINGS = {**ROUNDINGS, "int4": Rounding(Type.Q4_K, undivided={Type.Q4_K: Type.Q4_0})}
 
 
 KINDS = {
@@ -266,7 +272,7 @@ def require_finite(matrix: Tensor, name: str, dtype: torch.dtype, rounding: Roun
 
 def _named(rounding: Rounding) -> str:
     """Return the user's name of the types that weights are rounded to."""
-    return next(name for name, each in ROUNDINGS.items() if each == rounding)
+    return next(name for of in (ROUNDINGS, DRAFT_ROUNDINGS) for name, each in of.items() if each == rounding)
 
 
 def _is_finite(matrix: Tensor, dtype: torch.dtype) -> bool:

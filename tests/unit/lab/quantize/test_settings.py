@@ -329,9 +329,9 @@ REFUSED: dict[str, set[str]] = {  # what GGUF has no key for
     "gemma2": {*GEMMA, "final_logit_softcapping", *ROPE},
     "gemma3_text": {*(GEMMA - {"attn_logit_softcapping"}), "rope_theta", *ROPE},
     "gpt2": {"activation_function", "scale_attn_weights"},
-    "qwen3_5_text": {"hidden_act", *ROPE},
-    "qwen3_5_moe_text": {"hidden_act", *ROPE},
-    "qwen3_next": {"hidden_act", "mlp_only_layers", "decoder_sparse_step", *ROPE},
+    "qwen3_5_text": ROPE,
+    "qwen3_5_moe_text": ROPE,
+    "qwen3_next": {"mlp_only_layers", "decoder_sparse_step", *ROPE},
     "lfm2_moe": {"conv_bias", "use_expert_bias", *ROPE},
     "lfm2": {"conv_bias", *ROPE},
     "granitemoehybrid": {
@@ -368,6 +368,24 @@ def test_settings_are_equal_in_a_file_or_refused_by_name(tmp_path: Path, family:
     share = {"factor partial_rotary_factor"} if every else set()  # of proportional positions
     assert found.keys() - share == REFUSED[family] | {"pard_token"}, found
     assert len(equal) > (3 if every else 1) * len(REFUSED[family])
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        ("llama", {"rope_parameters": {**YARN, "rope_type": "linear"}}),
+        ("gemma3_text", {"rope_scaling": {**YARN, "rope_type": "linear"}}),
+        ("phi3", {"rope_parameters": {**YARN, "truncate": False}}),
+        ("olmo3", {"rope_scaling": YARN, "original_max_position_embeddings": 64}),
+        ("ministral3", {"rope_scaling": None}),
+    ],
+)
+def test_a_file_has_the_extended_context(tmp_path: Path, family: str, own: Settings) -> None:
+    settings = {**SMALL, "model_type": family, **next(iter(STORED[family].values())), **own}
+    assert outcome(tmp_path / "model", settings) == "equal"
 
 
 @pytest.mark.parametrize(
