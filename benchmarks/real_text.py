@@ -50,7 +50,7 @@ from benchmarks.peers.llama_cpp import LlamaCpp
 from tools import real_models
 
 from speculant.config import EngineConfig
-from speculant.engine import Runtime
+from speculant.engine import DraftLoader, Runtime
 from speculant.files import cache_folder
 from speculant.lab.bench import (
     COMPLETION,
@@ -64,12 +64,13 @@ from speculant.lab.bench import (
     LoadedPair,
     Mode,
     Text,
+    TextReader,
     Way,
     Workload,
     calibrated,
     estimate,
-    load_draft,
     markdown,
+    measure_acceptance,
     measure_steps,
     oracle_seconds,
     prompts_of,
@@ -274,17 +275,23 @@ def measure_costs(runtime: Runtime, prompt: list[int], params: SamplingParams, b
     return measure_steps({"draft": lengths}, {"draft": runtime}, prompt, params, 1.0, batch)["draft"]
 
 
+def readers_of(runtime: Runtime, pair: LoadedPair, dtype: str) -> tuple[TextReader, TextReader]:
+    """Return readers of texts: the target, and the draft model in the type that the engines have."""
+    target, own = runtime.checkpoint, pair.folders[DRAFT]
+    config = EngineConfig.from_arguments(model=pair.folders[TARGET], draft_model=own, dtype=dtype)
+    loader = DraftLoader(config, target, runtime.tokenizer, (str(target.folder), target.kernels, config.dtype))
+    draft, sampler, size = loader.load(own), target.backend.sampler, target.model.vocab_size
+    vocabulary = loader.vocabulary_of(draft)
+    split = None if vocabulary is None else vocabulary.split
+    return TextReader(target.model, sampler, size), TextReader(draft, sampler, size, split)
+
+
 def oracles(
     runtimes: Mapping[str, Runtime], pair: LoadedPair, texts: Sequence[Text], params: SamplingParams, cell: Cell
 ) -> dict[str, Any]:
     """Return both oracles' speeds over plain decoding; alpha and the costs."""
-    chosen = runtimes[DEFAULT].speculation
-    rounding = next((each for each in ROUNDED if f"draft weights in {each}" in chosen), None)
-    places = {"model": pair.folders[TARGET], "draft_model": pair.folders[DRAFT]}
-    config = EngineConfig.from_arguments(**places, dtype=dtype_of(cell.weights), draft_quantization=rounding)
-    target = runtimes["plain"].checkpoint
-    draft = load_draft(config, target, runtimes["plain"])
-    found = draft.acceptance(target, texts, params)
+    readers = readers_of(runtimes["plain"], pair, dtype_of(cell.weights))
+    found = measure_acceptance(*readers, texts, params)
     costs = measure_costs(runtimes["fixed"], list(texts[0].prompt), params, cell.batch)
     given, rest = [each.given for each in found], np.array(costs.other_s)
     plain_s = costs.plain_s / cell.batch * sum(map(len, given))
@@ -294,7 +301,7 @@ def oracles(
 
     generator = np.random.default_rng(0)
     known = [(generator.random(len(each)) < each).astype(float) for each in given]  # accepted or not, as drawn
-    sure = [draft.reader(target).confidence(text)[1:] for text in texts] if params.greedy else []
+    sure = [readers[1].confidence(text)[1:] for text in texts] if params.greedy else []
     return {
         "oracle": {
             "speed": speed(as_sure(sure, given) if params.greedy else [each.overlap for each in found]),

@@ -86,7 +86,6 @@ from .pair import (
     check_pair as check_pair,
     compare_probs as compare_probs,
     estimate as estimate,
-    load_draft as load_draft,
     load_pair as load_pair,
     measure_acceptance as measure_acceptance,
     measure_alpha as measure_alpha,

@@ -335,13 +335,10 @@ class Candidate:
 
     def acceptance(self, target: Checkpoint, texts: Sequence[Text], params: SamplingParams) -> list[TextAcceptance]:
         """Return the acceptance of its tokens along texts of the target."""
-        own = TextReader(target.model, target.backend.sampler, target.model.vocab_size)
-        return measure_acceptance(own, self.reader(target), texts, params)
-
-    def reader(self, target: Checkpoint) -> TextReader:
-        """Return the draft model as a reader of the target's texts."""
+        sampler, size = target.backend.sampler, target.model.vocab_size
         split = self.vocabulary.split if isinstance(self.vocabulary, MappedVocabulary) else None
-        return TextReader(self.checkpoint.model, target.backend.sampler, target.model.vocab_size, split)
+        reader = TextReader(self.checkpoint.model, sampler, size, split)
+        return measure_acceptance(TextReader(target.model, sampler, size), reader, texts, params)
 
 
 @dataclass(frozen=True)
