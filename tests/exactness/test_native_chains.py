@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 import pytest
 import torch
@@ -42,7 +44,9 @@ def cache_of(shape: CacheShape, kind: str) -> KVCache:
     return made
 
 
-def make_chains(model: NativeDecoder, shared_noise: Sequence[bool], stop_below: float = 0.0) -> list[Chain]:
+def make_chains(
+    model: NativeDecoder, shared_noise: Sequence[bool], stop_below: float = 0.0, stop_path: float = 0.0
+) -> list[Chain]:
     """Make five chains at different places in different texts; every second one has a backlog."""
     chances, made = KeyedChances(NativeSampler(model.kernels)), []
     for seq_id, (distribution, limit, shares) in enumerate(zip(DISTRIBUTIONS, LIMITS, shared_noise, strict=True)):
@@ -50,7 +54,8 @@ def make_chains(model: NativeDecoder, shared_noise: Sequence[bool], stop_below: 
         params = SamplingParams(**distribution)  # type: ignore[arg-type]
         request = make_request(tokens, params=params, seq_id=seq_id, shared_noise=shares)
         chance = MostLikely() if stop_below and params.greedy else chances.draft(request)
-        made.append(Chain(request, tokens[-1:] if seq_id % 2 else tokens[5:], limit, chance, stop_below=stop_below))
+        inputs = tokens[-1:] if seq_id % 2 else tokens[5:]
+        made.append(Chain(request, inputs, limit, chance, stop_below=stop_below, stop_path=stop_path))
     return made
 
 
@@ -71,10 +76,10 @@ def grown(
     shared_noise: Sequence[bool],
     vocab_size: int,
     together: bool = True,
-    stop_below: float = 0.0,
+    **ends: float,
 ) -> list[Chain]:
-    """Grow the chains, all at once or one after the other."""
-    cache, made = cache_of(model.cache_shape, kind), make_chains(model, shared_noise, stop_below)
+    """Grow the chains, all at once or one after the other. ends: where they end, see `Chain`."""
+    cache, made = cache_of(model.cache_shape, kind), make_chains(model, shared_noise, **ends)
     feed_before(model, made, cache)
     for share in [made] if together else [[chain] for chain in made]:
         grow_chains(model, share, cache, vocab_size, NativeSampler(model.kernels))
@@ -171,6 +176,27 @@ def test_a_chain_ends_with_an_unlikely_token(
             assert len(drawn) == chain.limit or drawn[-1] < stop_below
     assert at_once[0].probs is None, "a greedy token is not drawn from its distribution"
     assert [len(chain.tokens) for chain in whole] == LIMITS
+    assert 0 < sum(len(chain.tokens) for chain in at_once) < sum(LIMITS)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("stop_path", [0.02, 0.2, 0.5])
+@pytest.mark.parametrize("shared_noise", COUPLED)
+@pytest.mark.parametrize("isa", SETS)
+def test_a_chain_ends_where_its_path_is_unlikely(
+    isa: str, shared_noise: list[bool], stop_path: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_native(isa)
+    ends = {"stop_below": 1e-300, "stop_path": stop_path}
+    at_once = grown(model, "paged", shared_noise, 96, **ends)
+    assert_same(at_once, grown(model, "paged", shared_noise, 96, together=False, **ends))
+    monkeypatch.setattr(native_decoder, "is_foreseeable", lambda chain: False)
+    assert_same(at_once, grown(model, "paged", shared_noise, 96, **ends))
+    for chain in [each for each in at_once if each.probs is not None]:
+        drawn = [float(row[token]) for row, token in zip(chain.probs, chain.tokens, strict=True)]
+        paths = [*accumulate(drawn, mul)]
+        assert all(path >= stop_path for path in paths[:-1])
+        assert len(drawn) == chain.limit or paths[-1] < stop_path
     assert 0 < sum(len(chain.tokens) for chain in at_once) < sum(LIMITS)
 
 

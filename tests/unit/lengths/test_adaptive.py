@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from speculant.lengths import (
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
 from speculant.scheduling import Schedule, Scheduled
-from speculant.types import Request
+from speculant.types import DraftPrice, Request
 from tests.models import make_request
 from tests.simulation import LONG, World, outcome_of
 
@@ -56,10 +57,16 @@ class Setting:
             **own,
         )
 
-    def adaptive(self, selects: bool = False) -> Adaptive:
+    def adaptive(self, selects: bool = False, price: DraftPrice | None = None) -> Adaptive:
         drafts = {count: CostCurve({depth: depth * self.token_s for depth in DEPTHS}) for count in (1, 8)}
         costs = StepCosts(CostCurve({rows: pass_s(rows) for rows in ROWS}), {"some": drafts})
-        return Adaptive(16, costs, look_ahead_rows=lambda method: self.look_ahead_rows, selects=lambda method: selects)
+        return Adaptive(
+            16,
+            costs,
+            look_ahead_rows=lambda method: self.look_ahead_rows,
+            selects=lambda method: selects,
+            price=lambda method: price,
+        )
 
 
 USELESS = {
@@ -286,3 +293,27 @@ def test_two_rejections_at_a_depth_do_not_end_it() -> None:
     for _ in range(40):
         acceptance.observe(DraftOutcome(request, [1] * 3, [1] * 3, [1, 1, 0], (0, 1)), None)
     assert acceptance.survivals(request, 3)[2] < 0.3
+
+
+def speed_of(policy: Adaptive, token_s: float, price: DraftPrice) -> float:
+    """Return the tokens per second of a text whose tokens are accepted as often as their scores say."""
+    request, generator = make_request([1], [], LONG, seq_id=1, method="some"), random.Random(0)
+    seconds, tokens = 0.0, 0
+    for _ in range(1000):
+        (limit,) = policy.choose(Schedule([Scheduled(request, 0, 1)], None, 10**6, [], []))  # type: ignore[arg-type]
+        path, drafted, accepted = 1.0, 0, 0
+        while drafted < limit and path >= price.least:
+            score = generator.choice([0.2, 0.95, 0.95])
+            path, accepted = path * score, accepted + (accepted == drafted and generator.random() < score)
+            drafted += 1
+        timing = StepTiming(0.0, token_s * drafted, token_s * drafted + pass_s(1 + drafted))
+        outcome = outcome_of(request, drafted, accepted)._replace(missing=limit - drafted)
+        policy.observe([outcome] if limit else [], timing)
+        seconds, tokens = seconds + timing.verified, tokens + 1 + accepted
+    return tokens / seconds
+
+
+def test_chains_that_end_at_the_price_of_a_token_are_faster() -> None:
+    setting, price = Setting(lambda place: 0.0, 0.2), DraftPrice()
+    whole = speed_of(setting.adaptive(), 0.2, DraftPrice())
+    assert speed_of(setting.adaptive(price=price), 0.2, price) >= 1.05 * whole > 1.05
