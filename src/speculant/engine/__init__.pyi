@@ -11,7 +11,7 @@ from .build import (
     method_name as method_name,
 )
 from .commit import Committed as Committed, fail as fail, roll_back as roll_back
-from .draft_loading import draft_vocabulary as draft_vocabulary
+from .draft_loading import DraftLoader as DraftLoader, draft_vocabulary as draft_vocabulary
 from .engine import Engine as Engine, EngineOptions as EngineOptions
 from .generation import (
     REFUSED as REFUSED,

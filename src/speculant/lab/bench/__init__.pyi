@@ -51,6 +51,7 @@ from .measuring import (
     Spread as Spread,
     Way as Way,
     both_ways as both_ways,
+    calibrated as calibrated,
     interleave as interleave,
     measure as measure,
     measure_steps as measure_steps,

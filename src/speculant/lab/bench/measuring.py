@@ -551,18 +551,33 @@ def _difference(before: EngineMetrics, after: EngineMetrics) -> StepTime:
     return StepTime(after.draft_s - before.draft_s, other)
 
 
-def oracle_seconds(accepted: NDArray[np.float64], costs: LengthCosts, longest: int, batch: int = 1) -> float:
-    """Return the least time to commit a text by drafts of at most `longest` tokens.
+def oracle_seconds(acceptance: NDArray[np.float64], costs: LengthCosts, longest: int, batch: int = 1) -> float:
+    """Return the least expected time to commit a text by drafts of at most `longest` tokens.
 
-    accepted [T]: 1 where a drafted token would be accepted, else 0. batch: sequences that step together in `costs`; the
-    text is charged its share of steps in which all draft as much as it does. The draft passes of a batch last as long
-    as its longest draft, so no real oracle reaches that.
+    acceptance [T]: the probability that a token drafted there is accepted, if those before it in its draft are. The
+    oracle knows these and the costs; each step's length is the best one for the rest of the text. 1 and 0 are known
+    outcomes. batch: sequences that step together in `costs`; the text is charged its share of steps in which all draft
+    as much as it does. The draft passes of a batch last as long as its longest draft, so no real oracle reaches that.
     """
-    lengths = np.arange(longest + 1)
-    steps = np.interp(lengths, costs.lengths, costs.total_s) / batch
-    least = np.zeros(len(accepted) + 1)
-    for start in reversed(range(len(accepted))):
-        rejected = np.flatnonzero(accepted[start:] < 1)
-        most = min(int(rejected[0]) if len(rejected) else longest, longest, len(accepted) - start - 1)
-        least[start] = min(steps[length] + least[start + length + 1] for length in range(most + 1))
+    steps = np.interp(np.arange(longest + 1), costs.lengths, costs.total_s) / batch
+    least = np.zeros(len(acceptance) + 1)
+    for start in reversed(range(len(acceptance))):
+        reached = np.cumprod(acceptance[start : min(start + longest, len(acceptance) - 1)])
+        saved = np.cumsum(reached * np.diff(least[start + 1 : start + len(reached) + 2]))  # at most 0, by length
+        least[start] = least[start + 1] + min(steps[: len(reached) + 1] + np.concatenate([np.zeros(1), saved]))
     return float(least[0])
+
+
+BINS, FEWEST = 10, 32  # of a calibration; tokens of a bin
+
+
+def calibrated(confidence: NDArray[np.float64], accepted: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return for each token the share of accepted ones among the tokens of about its confidence.
+
+    confidence, accepted [T]: the draft's probability of the token, and 1 or 0. Bins hold about equally many tokens.
+    """
+    bins = max(1, min(BINS, len(confidence) // FEWEST))
+    edges = np.quantile(confidence, np.linspace(0, 1, bins + 1)[1:-1])
+    places = np.searchsorted(edges, confidence, side="right")
+    shares: NDArray[np.float64] = (np.bincount(places, accepted) / np.maximum(np.bincount(places), 1))[places]
+    return shares

@@ -124,6 +124,12 @@ class TextReader:
         states = read_text(self._model, self._known(read), self._known(self._split(text.source) if text.source else []))
         return self._model.logits(states[[row - 1 for row in last[len(text.prompt) - 1 :]]])
 
+    def confidence(self, text: Text) -> Array:
+        """Return the model's probability of its likeliest token at each of the output's, at temperature 1."""
+        logits = fit_vocabulary(self.logits(text), self._vocab_size)
+        found: Array = logits.float().softmax(-1).amax(-1).cpu().double().numpy()
+        return found
+
     def _known(self, read: Sequence[Sequence[int]]) -> Sequence[int]:
         return known([each for ids in read for each in ids], self._model.vocab_size)
 

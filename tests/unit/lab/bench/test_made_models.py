@@ -1,7 +1,9 @@
-"""Models that are made for measurements: decoded GGUF files, kept folders; and the oracle's time."""
+"""Models that are made for measurements: decoded GGUF files, kept folders; and the oracles' time."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from torch import Tensor
 from speculant import LLM, SamplingParams
 from speculant.cache import slotted_cache
 from speculant.errors import ModelError
-from speculant.lab.bench import LengthCosts, oracle_seconds
+from speculant.lab.bench import LengthCosts, calibrated, oracle_seconds
 from speculant.lab.inflation import decoded_model, inflated_model, rescaled_model, shape_of, write_rescaled
 from speculant.models import SequenceInput, build_batch, load_model
 from speculant.types import DraftTree
@@ -91,3 +93,39 @@ def test_the_oracle_drafts_runs_of_accepted_tokens() -> None:
     assert oracle_seconds(accepted, COSTS, 4) == pytest.approx(12 + 11)
     assert oracle_seconds(np.zeros(3), COSTS, 4) == pytest.approx(30)
     assert oracle_seconds(np.zeros(3), COSTS, 4, batch=2) == pytest.approx(15)
+
+
+def brute_seconds(acceptance: Sequence[float], steps: Sequence[float]) -> float:
+    """Return the least expected time over all choices of a length for each place, by all outcomes of all places."""
+    end, least = len(acceptance), float("inf")
+    for chosen in itertools.product(*(range(min(len(steps), end - place)) for place in range(end))):
+        expected = 0.0
+        for marks in itertools.product((0, 1), repeat=end):
+            place, seconds = 0, 0.0
+            while place < end:
+                drafted = marks[place : place + chosen[place]]
+                seconds += steps[chosen[place]]
+                place += 1 + (drafted.index(0) if 0 in drafted else len(drafted))
+            expected += seconds * float(np.prod([a if m else 1 - a for a, m in zip(acceptance, marks, strict=True)]))
+        least = min(least, expected)
+    return least
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_oracle_of_probabilities_chooses_the_best_lengths(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    acceptance, costs = generator.random(5), generator.uniform(0, 4, 4).cumsum()  # a longer step is no faster
+    drawn = LengthCosts((0, 1, 2, 3), np.zeros(4), 3 + costs)
+    assert oracle_seconds(acceptance, drawn, 3) == pytest.approx(brute_seconds(acceptance, 3 + costs))
+    outcomes = (acceptance > 0.5).astype(float)
+    assert oracle_seconds(outcomes, drawn, 3) == pytest.approx(brute_seconds(outcomes, 3 + costs))
+
+
+def test_tokens_of_one_confidence_have_their_share() -> None:
+    confidence = np.repeat([0.2, 0.9, 1.0], [40, 40, 200])
+    accepted = np.concatenate([np.arange(40) < 10, np.arange(40) < 30, np.arange(200) < 190]).astype(float)
+    shares = calibrated(confidence, accepted)
+    assert sorted({*shares[80:]}) == [0.95]
+    assert shares[:80].mean() == pytest.approx(0.5)
+    assert shares[0] < shares[79]
+    assert calibrated(confidence[:5], accepted[:5]) == pytest.approx(1)  # too few for two bins

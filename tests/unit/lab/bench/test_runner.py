@@ -70,6 +70,16 @@ def test_command_of_a_result_is_read(path: Path) -> None:
     assert {"date", "revision", "versions", "machine", "predicted", "seen"} <= set(report)
 
 
+def test_models_of_real_text_are_paths_or_known_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.import_module("benchmarks.real_text").place_of
+    monkeypatch.setenv("SPECULANT_REAL_MODELS", str(tmp_path))
+    assert find(str(tmp_path)) == tmp_path
+    with pytest.raises(SystemExit, match=r"gemma.*gguf is not there; `make real-models`"):
+        find("gemma3")
+    with pytest.raises(SystemExit, match="name a folder, a GGUF file, or one of smollm2"):
+        find("gemma4")
+
+
 def test_figures_are_written_each_time_they_grow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
