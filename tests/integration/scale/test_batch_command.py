@@ -119,7 +119,8 @@ def test_lines_with_the_same_beginning_share_it(tmp_path: Path) -> None:
     lines = [request(number, beginnings[number % 4] + f"y{number} =") for number in range(40)]
     arguments = (*PAIR, "--max-num-seqs", "2", "--kv-memory", "2MiB", "--json")
     found = json.loads(_run(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", *arguments).stdout)
-    assert found["cached_tokens"] > 0.8 * found["prompt_tokens"]
+    least = 32 * 192  # whole blocks of all lines but the first two of each beginning, which may start in one step
+    assert found["cached_tokens"] >= least > 0.7 * found["prompt_tokens"]
 
 
 def test_names_of_the_model_are_its_own(tmp_path: Path) -> None:
