@@ -45,13 +45,17 @@ def cache_of(shape: CacheShape, kind: str) -> KVCache:
 
 
 def make_chains(
-    model: NativeDecoder, shared_noise: Sequence[bool], stop_below: float = 0.0, stop_path: float = 0.0
+    model: NativeDecoder,
+    shared_noise: Sequence[bool],
+    seed: int | None = None,
+    stop_below: float = 0.0,
+    stop_path: float = 0.0,
 ) -> list[Chain]:
     """Make five chains at different places in different texts; every second one has a backlog."""
     chances, made = KeyedChances(NativeSampler(model.kernels)), []
     for seq_id, (distribution, limit, shares) in enumerate(zip(DISTRIBUTIONS, LIMITS, shared_noise, strict=True)):
         tokens = tokens_of(seq_id, model.vocab_size)[: 9 + 5 * seq_id]
-        params = SamplingParams(**distribution)  # type: ignore[arg-type]
+        params = SamplingParams(seed=seed, **distribution)  # type: ignore[arg-type]
         request = make_request(tokens, params=params, seq_id=seq_id, shared_noise=shares)
         chance = MostLikely() if stop_below and params.greedy else chances.draft(request)
         inputs = tokens[-1:] if seq_id % 2 else tokens[5:]
@@ -76,10 +80,11 @@ def grown(
     shared_noise: Sequence[bool],
     vocab_size: int,
     together: bool = True,
+    seed: int | None = None,
     **ends: float,
 ) -> list[Chain]:
     """Grow the chains, all at once or one after the other. ends: where they end, see `Chain`."""
-    cache, made = cache_of(model.cache_shape, kind), make_chains(model, shared_noise, **ends)
+    cache, made = cache_of(model.cache_shape, kind), make_chains(model, shared_noise, seed, **ends)
     feed_before(model, made, cache)
     for share in [made] if together else [[chain] for chain in made]:
         grow_chains(model, share, cache, vocab_size, NativeSampler(model.kernels))
@@ -100,20 +105,21 @@ def assert_same(some: list[Chain], others: list[Chain]) -> None:
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("isa", SETS)
 def test_a_draft_reads_likely_rows_of_a_large_head(isa: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It draws as if the other tokens were impossible. A draft whose probs a verifier reads draws among all."""
+    """It draws as if the other tokens were impossible, but for seeded requests that a ratio rule verifies."""
     model, every = make_native(isa), make_native(isa)
     read = panel_rows(model.kernels)
     model._likely = LikelyPanels(96, read)
     model._likely.panels = array("q", [1])
     monkeypatch.setattr(LikelyPanels, "add", lambda self, tokens: None)
-    likely, whole = (grown(each, kind, [True] * 5, 96) for each in (model, every))
+    shares = COUPLED[2]
+    likely, whole = (grown(each, kind, shares, 96) for each in (model, every))
     assert {token // read for chain in likely for token in chain.tokens} == {1}
     assert [chain.tokens for chain in likely] != [chain.tokens for chain in whole], "a weak test"
-    assert_same(grown(model, kind, COUPLED[2], 96), grown(every, kind, COUPLED[2], 96))
+    assert_same(grown(model, kind, shares, 96, seed=5), grown(every, kind, shares, 96, seed=5))
     logits, others = every.logits, torch.arange(96) // read != 1
     monkeypatch.setattr(every, "logits", lambda hidden: logits(hidden).masked_fill(others, -torch.inf))
     monkeypatch.setattr(native_decoder, "is_foreseeable", lambda chain: False)
-    assert_same(likely, grown(every, kind, [True] * 5, 96))
+    assert_same(likely, grown(every, kind, shares, 96))
 
 
 def test_likely_rows_are_those_of_low_ids_and_of_texts() -> None:

@@ -3,8 +3,8 @@
 A head of 150,000 tokens takes about as long as a third of a small draft model's layers. A tokenizer gives low ids to
 what it merged first, which is frequent. So a draft reads the panels (csrc/linear.h) of the lowest ids, and those of
 tokens that its texts had. Other tokens have the logit -infinity and are not drafted. The choice depends on committed
-tokens alone, so any rule stays exact; but a ratio rule's output would depend on other requests, so drafts with probs
-read all.
+tokens alone, so any rule stays exact. A ratio rule's output also depends on the choice, and so on other requests: if
+such a request has a seed, drafts read all.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class LikelyPanels:
         self.panels = array("q", range(self._first))
 
     def choose(self, chains: Sequence[Chain], draft: Draft) -> None:
-        """Let a draft read the panels, if no verifier reads its probs; add those of the chains' input tokens first."""
+        """Let a draft read the panels, unless a ratio rule verifies a seeded request; first add the input tokens'."""
         for chain in chains:
             self.add(chain.input_tokens)
-        is_read = all(chain.probs is None for chain in chains)
+        is_read = all(chain.probs is None or chain.request.params.seed is None for chain in chains)
         draft.panels, draft.num_panels = address(self.panels) if is_read else None, len(self.panels)
 
     def add(self, tokens: Iterable[int]) -> None:
