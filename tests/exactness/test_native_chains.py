@@ -127,6 +127,7 @@ def test_likely_rows_are_those_of_low_ids_and_of_texts() -> None:
     likely = LikelyPanels(48 * 60, 48)
     assert [*likely.panels] == [*range(10)]
     likely.add([48 * panel + 7 for panel in (30, 2, 31, 59, 30)])
+    likely.add([48 * 60, 2**31, -1])  # a target may have tokens that its draft lacks
     assert sorted(likely.panels) == [*range(10), 30, 31, 59]
     likely.add([48 * 30])  # it is the latest now
     for panel in range(32, 41):

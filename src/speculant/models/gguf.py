@@ -286,7 +286,7 @@ def gguf_head(
     stored: see `gguf_tensors`. A head without a norm of its own has the model's.
     """
     like, offset, made = stored, config.norm.offset, dict[str, Expression]()
-    if stored is not None:  # the names in the head's block show what it fuses
+    if stored is not None:  # the tensors of the head's block say which parts are joined
         block, places = BLOCK.format(config.num_layers), (0, _attending(config))
         like = {name.replace(block, BLOCK.format(each)) for name in stored if name.startswith(block) for each in places}
     names = gguf_tensors(config, family, like)

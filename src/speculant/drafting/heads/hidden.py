@@ -301,7 +301,7 @@ class HiddenDrafter(ModelDrafter):
 
     @override
     def match_prefix(self, request: Request) -> int:
-        """Compute rows that the request can take over; what the target takes over is worth more than missing rows."""
+        """Return all positions, since missing rows cost less than the target's work; compute rows to take over."""
         if request.search is None:
             with torch.inference_mode():
                 self.catch_up(self._runner.ahead_of(request))

@@ -309,7 +309,7 @@ def model_entries(folder: Path, config: Config, decoder: DecoderConfig, heads: i
 def _decoder_entries(config: Config, decoder: DecoderConfig) -> Entries:
     """Return the metadata that most families have."""
     of = decoder.attention
-    extends = decoder.ropes and _stated_kind(config, decoder) == "linear"  # readers extend what the file states, too
+    extends = decoder.ropes and _stated_kind(config, decoder) == "linear"  # readers of the file multiply the context
     stated = config.get("max_position_embeddings") if extends else None
     return {
         "vocab_size": decoder.vocab_size,

@@ -23,7 +23,7 @@ class LikelyPanels:
     """Chooses panels of `height` tokens each. panels: those to read, which are distinct."""
 
     def __init__(self, vocab_size: int, height: int) -> None:
-        whole = -(-vocab_size // height)
+        whole = self._whole = -(-vocab_size // height)
         self._height, self._first, self._most = height, whole // FIRST, whole // MOST
         self._seen: dict[int, None] = {}  # panels of tokens of texts, the latest ones last
         self.panels = array("q", range(self._first))
@@ -36,9 +36,9 @@ class LikelyPanels:
         draft.panels, draft.num_panels = address(self.panels) if is_read else None, len(self.panels)
 
     def add(self, tokens: Iterable[int]) -> None:
-        """Add the panels of tokens, in place of those that were not seen for longest."""
+        """Add the panels of tokens, in place of those that were not seen for longest; a draft may lack some tokens."""
         for panel in {token // self._height for token in tokens}:
-            if panel >= self._first:
+            if self._first <= panel < self._whole:
                 if panel in self._seen:
                     del self._seen[panel]
                 else:

@@ -313,7 +313,7 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], StoredWeights, DecoderConfig
 
 
 def _rounding_for(role: str, quantization: str | None, backend: Backend) -> tuple[Backend, str | None]:
-    """Return the backend that rounds the weights of a model with this role, and a name of what they become."""
+    """Return the backend that rounds the weights of a model with this role, and a name of the rounded type."""
     if role != "draft" or quantization is None or not isinstance(backend, RoundsWeights):
         return backend, quantization
     return backend.for_drafts(), f"{quantization} of a draft"
