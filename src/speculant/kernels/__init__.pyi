@@ -51,6 +51,7 @@ from .packing import (
     panel_rows as panel_rows,
 )
 from .pages import empty as empty
+from .recent_matches import MatchQuery as MatchQuery, NativeMatches as NativeMatches, open_matches as open_matches
 from .reference import (
     REFERENCE as REFERENCE,
     ReferenceSampler as ReferenceSampler,
@@ -65,6 +66,7 @@ from .suffix_index import (
     NativeSuffixIndex as NativeSuffixIndex,
     SuffixAutomaton as SuffixAutomaton,
     SuffixIndex as SuffixIndex,
+    SuffixQuery as SuffixQuery,
     SuffixSettings as SuffixSettings,
     open_native as open_native,
     open_suffix_index as open_suffix_index,

@@ -131,7 +131,7 @@ class Scratch:
         return blocks[-1]
 
 
-VERSION = 27
+VERSION = 28
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 MOST_CONV = 16  # positions that a convolution sees
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
@@ -527,6 +527,16 @@ def load_library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(path))
         _check_version(library, path)  # before the rest, because another version has other functions
         for name, result, arguments in _FUNCTIONS:
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    return library
+
+
+def load_functions(functions: Sequence[tuple[str, Any, Sequence[Any]]]) -> ctypes.CDLL | None:
+    """Load the library with further functions: a name, the type of the result, and the types of the arguments."""
+    library = load_library()
+    if library is not None:
+        for name, result, arguments in functions:
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     return library

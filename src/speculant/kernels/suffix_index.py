@@ -20,11 +20,12 @@ from array import array
 from collections.abc import Sequence
 from ctypes import c_double, c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol, cast
 
 from typing_extensions import override
 
-from speculant.kernels.native import address, load_library
+from speculant.kernels.native import address, load_functions
 
 NONE = -1  # no state, or no edge
 ROOT = 0  # the state of the empty string
@@ -45,8 +46,7 @@ class SuffixSettings:
     min_prob: float = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Continuation:
+class Continuation(NamedTuple):
     """Tokens that followed a match of `length` tokens; 0 = no match.
 
     ratios: for each token, its count / the count of all tokens that followed the same string.
@@ -64,6 +64,9 @@ class Continuation:
             product *= ratio
             total += product
         return total
+
+
+NOTHING = Continuation([], [], 0)
 
 
 class SuffixIndex(Protocol):
@@ -84,10 +87,22 @@ class SuffixIndex(Protocol):
         """
         ...
 
+    def look_up(self, queries: Sequence[SuffixQuery]) -> list[Continuation]:
+        """Return each query's continuation with the best score, of the earlier index on a tie.
+
+        All indexes are of this one's kind. After a MemoryError, an index may lack tokens.
+        """
+        ...
+
     @property
     def num_bytes(self) -> int:
         """The memory of the index, in bytes."""
         ...
+
+
+# The indexes that may continue a text, its own first; the tokens to append to that one; those ahead of them, which are
+# not appended; and the most tokens of the continuation.
+SuffixQuery = tuple[Sequence[SuffixIndex], Sequence[int], Sequence[int], int]
 
 
 def lengths_of_continuations(settings: SuffixSettings) -> list[int]:
@@ -117,6 +132,7 @@ class SuffixAutomaton(SuffixIndex):
     def begin(self) -> None:
         self._end = ROOT  # the state of the whole text
         self._recent, self._num_recent = ROOT, 0  # the state of its last tokens, as many as are counted
+        self._tail = list[int]()  # these tokens
 
     @override
     def extend(self, tokens: Sequence[int]) -> None:
@@ -127,11 +143,22 @@ class SuffixAutomaton(SuffixIndex):
             self._num_recent = min(self._num_recent + 1, self._most_recent)
             target = self._targets[self._edges[self._recent << TOKEN_BITS | token]]
             self._recent = self._holder(target, self._num_recent)
+        self._tail = [*self._tail, *tokens][-self._most_recent :]
+
+    @override
+    def look_up(self, queries: Sequence[SuffixQuery]) -> list[Continuation]:
+        found = list[Continuation]()
+        for indexes, unread, ahead, limit in queries:
+            own = cast(SuffixAutomaton, indexes[0])
+            own.extend(unread)
+            context = [*own._tail, *ahead]
+            found.append(max([index.continuation(context, limit) for index in indexes], key=attrgetter("score")))
+        return found
 
     @override
     def continuation(self, context: Sequence[int], limit: int) -> Continuation:
         state, length = self._match(context[-self._most_recent :])
-        best, best_score = Continuation([], [], 0), 0.0
+        best, best_score = NOTHING, 0.0
         while state > ROOT:
             link = self._links[state]
             most = min(limit, max(self._most_tokens[self._lengths[link] + 1 : length + 1]))
@@ -250,7 +277,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_suffix_delete", None, [c_void_p]),
     ("sp_suffix_begin", None, [c_void_p]),
     ("sp_suffix_extend", c_int, [c_void_p, c_void_p, c_int64]),
-    ("sp_suffix_continuation", c_int64, [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 3]),
+    ("sp_suffix_look_up", c_int, [c_void_p, c_int64, c_void_p, c_void_p, c_int64, *[c_void_p] * 3]),
     ("sp_suffix_bytes", c_int64, [c_void_p]),
 )
 
@@ -260,10 +287,6 @@ class NativeSuffixIndex(SuffixIndex):
 
     def __init__(self, library: ctypes.CDLL, settings: SuffixSettings) -> None:
         self._library, self._depth = library, settings.depth
-        self._tokens = array("q", bytes(16 * settings.depth))  # the best continuation, and a candidate
-        self._ratios = array("d", bytes(16 * settings.depth))
-        self._length = array("q", [0])
-        self._results = address(self._tokens), address(self._ratios), address(self._length)
         self._index = library.sp_suffix_new(settings.depth, settings.factor, settings.min_prob)
         if self._index is None:
             raise MemoryError("no memory for a suffix index")
@@ -281,9 +304,34 @@ class NativeSuffixIndex(SuffixIndex):
 
     @override
     def continuation(self, context: Sequence[int], limit: int) -> Continuation:
-        given = array("q", context[-self._depth :])
-        found = self._library.sp_suffix_continuation(self._index, address(given), len(given), limit, *self._results)
-        return Continuation(self._tokens[:found].tolist(), self._ratios[:found].tolist(), self._length[0])
+        return self._ask(array("q", (1, 0, len(context), limit, 1)), array("Q", [self._index]), array("q", context))[0]
+
+    @override
+    def look_up(self, queries: Sequence[SuffixQuery]) -> list[Continuation]:
+        numbers, given, texts = array("q"), array("Q"), array("q")
+        for indexes, unread, ahead, limit in queries:
+            numbers.extend((len(indexes), len(unread), len(ahead), limit, 0))
+            given.extend([index._index for index in cast("Sequence[NativeSuffixIndex]", indexes)])
+            texts.extend(unread)
+            texts.extend(ahead)
+        return self._ask(numbers, given, texts)
+
+    def _ask(self, numbers: array[int], indexes: array[int], texts: array[int]) -> list[Continuation]:
+        """Call `sp_suffix_look_up`; each query has five of the numbers."""
+        count, room = len(numbers) // 5, self._depth
+        tokens, ratios = array("q", bytes(8 * room * (count + 1))), array("d", bytes(8 * room * (count + 1)))
+        found = array("q", bytes(16 * count))
+        at = [memory.buffer_info()[0] for memory in (numbers, indexes, texts, tokens, ratios, found)]
+        if not self._library.sp_suffix_look_up(at[0], count, *at[1:3], room, *at[3:]):
+            raise MemoryError("no memory for more tokens in a suffix index")
+        continuations, first = list[Continuation](), 0
+        for made, matched in zip(found[::2], found[1::2], strict=True):
+            end = first + made
+            continuations.append(
+                Continuation(tokens[first:end].tolist(), ratios[first:end].tolist(), matched) if made else NOTHING
+            )
+            first += room
+        return continuations
 
     @property
     @override
@@ -299,12 +347,7 @@ def open_native(settings: SuffixSettings) -> NativeSuffixIndex | None:
 
 @functools.cache
 def _load() -> ctypes.CDLL | None:
-    library = load_library()
-    if library is not None:
-        for name, result, arguments in _FUNCTIONS:
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
-    return library
+    return load_functions(_FUNCTIONS)
 
 
 def open_suffix_index(settings: SuffixSettings) -> SuffixIndex:
