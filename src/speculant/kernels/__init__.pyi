@@ -51,7 +51,6 @@ from .packing import (
     panel_rows as panel_rows,
 )
 from .pages import empty as empty
-from .recent_matches import MatchQuery as MatchQuery, NativeMatches as NativeMatches, open_matches as open_matches
 from .reference import (
     REFERENCE as REFERENCE,
     ReferenceSampler as ReferenceSampler,
@@ -63,11 +62,14 @@ from .reference import (
 )
 from .suffix_index import (
     Continuation as Continuation,
+    MatchQuery as MatchQuery,
+    NativeMatches as NativeMatches,
     NativeSuffixIndex as NativeSuffixIndex,
     SuffixAutomaton as SuffixAutomaton,
     SuffixIndex as SuffixIndex,
     SuffixQuery as SuffixQuery,
     SuffixSettings as SuffixSettings,
+    open_matches as open_matches,
     open_native as open_native,
     open_suffix_index as open_suffix_index,
 )

@@ -532,16 +532,6 @@ def load_library() -> ctypes.CDLL | None:
     return library
 
 
-def load_functions(functions: Sequence[tuple[str, Any, Sequence[Any]]]) -> ctypes.CDLL | None:
-    """Load the library with further functions: a name, the type of the result, and the types of the arguments."""
-    library = load_library()
-    if library is not None:
-        for name, result, arguments in functions:
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, arguments
-    return library
-
-
 def _check_version(library: ctypes.CDLL, path: Path) -> None:
     if library.sp_version() != VERSION:
         raise ConfigError(

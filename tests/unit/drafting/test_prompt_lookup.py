@@ -17,9 +17,9 @@ from speculant.drafting import (
     NgramDrafter,
     RecentMatches,
     SequenceReader,
+    open_reader,
 )
 from speculant.drafting.lookup import ngram, prompt_lookup
-from speculant.drafting.lookup.reading import open_reader
 from speculant.errors import ConfigError
 from speculant.kernels import open_matches
 from tests.examples import examples

@@ -124,7 +124,7 @@ parts = st.tuples(
         st.lists(st.tuples(some_tokens, some_tokens, st.integers(0, 6)), min_size=3, max_size=3), max_size=6
     ),
 )
-def test_drafts_of_a_batch_are_those_of_each_sequence_and_of_the_reference(
+def test_drafts_of_a_batch_are_those_of_the_reference_and_alone(
     name: str, source: list[int], steps: list[list[tuple[list[int], list[int], int]]]
 ) -> None:
     """Each sequence may have drafted tokens at its end."""

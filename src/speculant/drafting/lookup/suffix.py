@@ -11,7 +11,7 @@ Memory: with the native library at most 190 bytes per token of a running request
 100 on code), without it at most 580 (260), and 3 kB for each salt in the store. The store holds at most
 suffix_decoding_max_cached_requests texts and suffix_decoding_corpus_tokens tokens, at most 95 MiB with the defaults.
 Proposing and observing take 7 to 22 microseconds a token, whatever the history, and 13 to 24 without the native
-library.
+library, which looks all sequences of a step up in one call.
 """
 
 from __future__ import annotations
