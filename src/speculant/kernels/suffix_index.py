@@ -8,8 +8,8 @@ places, at most 2n states and 3n edges for n tokens. A state's link leads to its
 places, so the links from a text's end visit all of its suffixes. A new token adds one to an edge of each suffix of up
 to D - 1 tokens. An update takes amortised O(1) for the automaton and at most D - 1 steps for counts.
 
-The native index (csrc/suffix.cpp) has the same results. Native tables of recent matches (csrc/matches.cpp) have those of
-`RecentMatches` in drafting/lookup/reading.py.
+The native index (csrc/suffix.cpp) has the same results. Native tables (csrc/matches.cpp) have those of `RecentMatches`
+in drafting/lookup/reading.py.
 """
 
 from __future__ import annotations
