@@ -15,9 +15,9 @@ INNER_IMPORTS = 138  # of names that two files of a room have, of names that are
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1494, 5),
     "cli": (3283, 12),
-    "drafting": (7495, 44),
-    "engine": (5291, 18),
-    "kernels": (1643, 8),
+    "drafting": (7557, 44),
+    "engine": (5293, 18),
+    "kernels": (1748, 8),
     "lab.bench": (4256, 13),
     "lab.cli": (2913, 14),
     "lab.exactness": (1617, 6),
