@@ -16,6 +16,7 @@ import mmap
 import re
 import struct
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class _BrokenError(Exception):
     """A header is malformed; the text says why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GgufFile:
     """The header of a GGUF file, or of all parts of a split one. path: the file, or the first part."""
 
@@ -287,19 +288,25 @@ class _Header:
 
     def _texts(self, key: str, count: int) -> list[str]:
         """Read an array of texts, which takes most of the time: a vocabulary has 150,000, and as many merges."""
-        data, at, end, size_of = self._data, self._at, self._size, _U64.unpack_from
-        found = []
+        data, at, end, size_of, places = self._data, self._at, self._size, _U64.unpack_from, array("q", [self._at])
         try:
             for _ in range(count):
-                start = at + 8
-                at = start + size_of(data, at)[0]
+                at += 8 + size_of(data, at)[0]
                 if at > end:
                     raise _BrokenError(f"it ends within {_shown(key)}")
-                found.append(data[start:at].decode())
-        except (UnicodeDecodeError, struct.error) as error:
-            why = "is not valid UTF-8" if isinstance(error, UnicodeDecodeError) else "is beyond the end of the file"
-            raise _BrokenError(f"element {len(found)} of {_shown(key)} {why}") from error
-        self._at = at
+                places.append(at)
+        except struct.error as error:
+            raise _BrokenError(f"element {len(places) - 1} of {_shown(key)} is beyond the end of the file") from error
+        first, self._at = self._at, at
+        return _split_texts(data[first:at], places) or self._texts_one_by_one(key, places)
+
+    def _texts_one_by_one(self, key: str, places: Sequence[int]) -> list[str]:
+        found = list[str]()
+        try:
+            for first, end in pairwise(places):
+                found.append(self._data[first + _U64.size : end].decode())
+        except UnicodeDecodeError as error:
+            raise _BrokenError(f"element {len(found)} of {_shown(key)} is not valid UTF-8") from error
         return found
 
     def _text(self, what: str) -> str:
@@ -326,6 +333,23 @@ class _Header:
         if self._at > self._size:
             raise _BrokenError(f"its header needs {self._at} bytes and the file has {self._size}")
         return self._data[first : self._at]
+
+
+def _split_texts(content: bytes, places: array[int]) -> list[str]:
+    """Return the texts of an array, each of which follows its size; nothing if some have zeros or are not valid UTF-8.
+
+    A zero in place of each size separates the texts, so all are decoded at once. places: of the sizes, and the end.
+    """
+    import numpy as np  # see `_size`
+
+    own, sizes = np.frombuffer(content, np.uint8).copy(), np.frombuffer(places, np.int64)[:-1, None] - places[0]
+    kept = np.ones(len(own), bool)
+    own[sizes], kept[sizes + np.arange(1, _U64.size)] = 0, False
+    try:
+        _, *texts = own[kept].tobytes().decode().split("\0")
+    except UnicodeDecodeError:
+        return []
+    return texts if len(texts) == len(places) - 1 else []
 
 
 def _alignment(metadata: Mapping[str, Any]) -> int:

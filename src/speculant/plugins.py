@@ -15,10 +15,11 @@ import functools
 import importlib
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from importlib.abc import InspectLoader
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from importlib.util import find_spec
 from typing import Any
 
@@ -94,7 +95,8 @@ def _defines(module: str, attribute: str) -> bool:
     source = loader.get_source(module) if isinstance(loader, InspectLoader) else None
     if source is None:
         return hasattr(importlib.import_module(module), attribute)
-    return attribute in _bound_in(source)
+    usual = re.search(rf"^(?:def|class) {re.escape(attribute)}\b", source, re.MULTILINE)  # parsing takes longer
+    return usual is not None or attribute in _bound_in(source)
 
 
 @functools.lru_cache(maxsize=256)
@@ -120,7 +122,13 @@ def _entry_points(package: str) -> Mapping[str, EntryPoint]:
 @functools.lru_cache(maxsize=64)
 def _installed(group: str, folders: Folders) -> Mapping[str, EntryPoint]:
     """Return the entry points of a group, of the packages in these folders."""
-    return {point.name: point for point in entry_points(group=group)}
+    return {point.name: point for point in _all_installed(folders).select(group=group)}
+
+
+@functools.lru_cache(maxsize=4)
+def _all_installed(folders: Folders) -> EntryPoints:
+    """Return all entry points; the files of every package are read for them."""
+    return entry_points()
 
 
 def _load_entry_point(point: EntryPoint, attribute: str) -> Any:
