@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from threading import Lock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,7 @@ _SHOWN = 3  # missing parts in a message
 _PART = re.compile(r"(?P<name>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.IGNORECASE | re.DOTALL)
 _DOWNLOAD = "download the file again."
 
+_OPENING = Lock()
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _TENSOR_END = struct.Struct("<IQ")  # type, offset
 _BOOL, _STRING, _ARRAY = 7, 8, 9  # types of metadata
@@ -97,7 +99,8 @@ class GgufFile:
         try:
             stamps, now = tuple(map(Stamp.of, parts)), time.time()
             read = _open if all(stamp.is_before(now) for stamp in stamps) else _open.__wrapped__
-            return read(parts, stamps)
+            with _OPENING:  # a model and its tokenizer are loaded at the same time
+                return read(parts, stamps)
         except OSError as error:
             raise ModelError(f"{path} can't be read: {error}", "check that it is a file you may read.") from error
 
@@ -288,26 +291,18 @@ class _Header:
 
     def _texts(self, key: str, count: int) -> list[str]:
         """Read an array of texts, which takes most of the time: a vocabulary has 150,000, and as many merges."""
-        data, at, end, size_of, places = self._data, self._at, self._size, _U64.unpack_from, array("q", [self._at])
+        data, first, size_of, places = self._data, self._at, _U64.unpack_from, array("q", [0])
+        at, end = 0, self._size - first
         try:
             for _ in range(count):
-                at += 8 + size_of(data, at)[0]
+                at += 8 + size_of(data, first + at)[0]
                 if at > end:
                     raise _BrokenError(f"it ends within {_shown(key)}")
                 places.append(at)
         except struct.error as error:
             raise _BrokenError(f"element {len(places) - 1} of {_shown(key)} is beyond the end of the file") from error
-        first, self._at = self._at, at
-        return _split_texts(data[first:at], places) or self._texts_one_by_one(key, places)
-
-    def _texts_one_by_one(self, key: str, places: Sequence[int]) -> list[str]:
-        found = list[str]()
-        try:
-            for first, end in pairwise(places):
-                found.append(self._data[first + _U64.size : end].decode())
-        except UnicodeDecodeError as error:
-            raise _BrokenError(f"element {len(found)} of {_shown(key)} is not valid UTF-8") from error
-        return found
+        content = self._bytes(at)
+        return _split_texts(content, places.tobytes()) or _texts_one_by_one(key, content, places)
 
     def _text(self, what: str) -> str:
         size = self._number(_U64)
@@ -335,21 +330,33 @@ class _Header:
         return self._data[first : self._at]
 
 
-def _split_texts(content: bytes, places: array[int]) -> list[str]:
+@lru_cache(maxsize=4)  # a draft and its target have equal ones
+def _split_texts(content: bytes, places: bytes) -> list[str]:
     """Return the texts of an array, each of which follows its size; nothing if some have zeros or are not valid UTF-8.
 
-    A zero in place of each size separates the texts, so all are decoded at once. places: of the sizes, and the end.
+    A zero in place of each size separates the texts, so all are decoded at once. places: of the sizes, and the end, as
+    int64. Callers must not change the list.
     """
     import numpy as np  # see `_size`
 
-    own, sizes = np.frombuffer(content, np.uint8).copy(), np.frombuffer(places, np.int64)[:-1, None] - places[0]
-    kept = np.ones(len(own), bool)
+    own, at = np.frombuffer(content, np.uint8).copy(), np.frombuffer(places, np.int64)
+    kept, sizes = np.ones(len(own), bool), at[:-1, None]
     own[sizes], kept[sizes + np.arange(1, _U64.size)] = 0, False
     try:
         _, *texts = own[kept].tobytes().decode().split("\0")
     except UnicodeDecodeError:
         return []
-    return texts if len(texts) == len(places) - 1 else []
+    return texts if len(texts) == len(at) - 1 else []
+
+
+def _texts_one_by_one(key: str, content: bytes, places: Sequence[int]) -> list[str]:
+    found = list[str]()
+    try:
+        for first, end in pairwise(places):
+            found.append(content[first + _U64.size : end].decode())
+    except UnicodeDecodeError as error:
+        raise _BrokenError(f"element {len(found)} of {_shown(key)} is not valid UTF-8") from error
+    return found
 
 
 def _alignment(metadata: Mapping[str, Any]) -> int:

@@ -286,11 +286,11 @@ def _stored_merges(entries: _Entries, tokens: _Tokens) -> list[tuple[str, str]]:
     merges = entries.needed("tokenizer.ggml.merges", str)
     if {*map(str.count, merges, repeat(" "))} - {1}:
         raise ModelError("tokenizer.ggml.merges has an entry that is not two tokens with a space between them", _FIX)
-    pairs = dict.fromkeys([(left, right) for left, _, right in [merge.partition(" ") for merge in merges]])
+    pairs = [(left, right) for left, _, right in [merge.partition(" ") for merge in dict.fromkeys(merges)]]
     lost = [text for text in map("".join, pairs) if text not in tokens.ids]
     if lost:
         raise ModelError(f"tokenizer.ggml.merges gives {min(lost)[:60]!r}, which is no token", _FIX)
-    return [*pairs]
+    return pairs
 
 
 def _sentencepiece(entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
