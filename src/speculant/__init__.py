@@ -81,7 +81,7 @@ _ABSENT = {  # classes of vLLM that scripts import, and what takes their place
 
 def __getattr__(name: str) -> object:
     if name not in _ABSENT:
-        from speculant.models.background import without_collections
+        from speculant.models import without_collections
 
         with without_collections():
             return _attached(name)

@@ -17,7 +17,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.abc import InspectLoader
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from importlib.util import find_spec
@@ -122,13 +122,14 @@ def _entry_points(package: str) -> Mapping[str, EntryPoint]:
 @functools.lru_cache(maxsize=64)
 def _installed(group: str, folders: Folders) -> Mapping[str, EntryPoint]:
     """Return the entry points of a group, of the packages in these folders."""
-    return {point.name: point for point in _all_installed(folders).select(group=group)}
+    return {point.name: point for point in _reader(folders)(group)}
 
 
 @functools.lru_cache(maxsize=4)
-def _all_installed(folders: Folders) -> EntryPoints:
-    """Return all entry points; the files of every package are read for them."""
-    return entry_points()
+def _reader(folders: Folders) -> Callable[[str], EntryPoints]:
+    """Return the function that finds a group, after the files of all packages have been read once."""
+    found = entry_points()
+    return lambda group: found.select(group=group)
 
 
 def _load_entry_point(point: EntryPoint, attribute: str) -> Any:

@@ -1,4 +1,4 @@
-"""What waits until an engine has started: threads, which would disturb the measurement of its costs, and collections."""
+"""Threads and collections that wait until an engine has started: they would disturb the measurement of its costs."""
 
 from __future__ import annotations
 
