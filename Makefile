@@ -7,7 +7,8 @@ JOBS ?= auto
 SOAK ?= 20
 SOAK_SECONDS ?= 3600
 NATIVE_TESTS := $(wildcard tests/contracts/test_native_*.py tests/exactness/test_native_*.py) \
-	tests/contracts/test_hidden_states.py tests/contracts/test_input_embeddings.py tests/contracts/test_suffix_indexes.py
+	tests/contracts/test_hidden_states.py tests/contracts/test_input_embeddings.py tests/contracts/test_suffix_indexes.py \
+	tests/unit/drafting/test_prompt_lookup.py tests/unit/drafting/test_readers.py
 # Python compiles a module when it is first imported. pip would compile 15,000; the tests import a fifth of them.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal

@@ -1,9 +1,10 @@
-"""A draft-length policy on a hundred simulated machines, beside plain decoding and the best fixed choice.
+"""A draft-length policy on more than a hundred simulated machines, beside plain decoding and the best fixed choice.
 
 The machines are those of tests/unit/lengths/groups.py; times are simulated, so that every run gives the same figures.
 `over_plain` is the policy's speed over that of plain decoding after the first 64 tokens of each sequence. `regret` is
-1 - its speed over that of the best fixed choice after its first 200 steps: a length from 0 to 16, and with lookups the
-longest one and its least score too, which are best for the same tokens. A policy that follows the text can be faster;
+1 - its speed over that of the best fixed choice after its first 200 steps: a length from 0 to 16, with lookups the
+longest one and its least score too, and for chains that end the chance below which they do: what is best for the same
+tokens. A policy that follows the text can be faster;
 its regret is then negative. The same figures for the whole run come after them. Each figure is the median of a group,
 and its worst machine's. The goals are those of groups.py.
 

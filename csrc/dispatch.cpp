@@ -45,7 +45,7 @@ extern "C" {
 
 int64_t sp_group_streams = fastest_streams();
 
-int sp_version(void) { return 28; }
+int sp_version(void) { return 29; }
 
 const char *sp_name(int set) { return 0 <= set && set < NUM_SETS ? SETS[set].name : nullptr; }
 

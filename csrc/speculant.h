@@ -277,17 +277,38 @@ uint64_t sp_checksum(int set, int threads, const void *data, int64_t bytes); /* 
 int64_t sp_stage_items(int set, int64_t *items, int64_t most);
 
 /* A suffix automaton with counts, defined by src/speculant/kernels/suffix_index.py. One thread at a time may use it.
- * Token ids are below 2^31. After a call that ran out of memory (NULL or 0) an index may only be deleted. */
+ * Token ids are below 2^31. An index that ran out of memory (NULL or 0) takes no more tokens. */
 typedef struct SpSuffix SpSuffix;
 SpSuffix *sp_suffix_new(int64_t depth, double factor, double min_prob);
 void sp_suffix_delete(SpSuffix *index);
 void sp_suffix_begin(SpSuffix *index); /* the next tokens begin another text */
 int sp_suffix_extend(SpSuffix *index, const int64_t *tokens, int64_t n);
-/* The number of tokens of the best continuation of context[n], at most `limit`, with their ratios. tokens and ratios have room for
- * 2 depth items. *matched = the number of tokens that matched. */
-int64_t sp_suffix_continuation(SpSuffix *index, const int64_t *context, int64_t n, int64_t limit, int64_t *tokens, double *ratios,
-                               int64_t *matched);
+/* The end of a text to continue by at most `limit` tokens. Its `unread` tokens are appended to its own index, and those `ahead`, which
+ * follow, are not; if it is `alone`, the ones ahead follow nothing. */
+typedef struct {
+  int64_t indexes, unread, ahead, limit, alone;
+} SpSuffixQuery;
+/* The best continuation for each of n queries, the earlier index on a tie, with their ratios: rows of `room` items, of which limits
+ * take no more, and room for one row after the last. indexes and tokens: of all queries in order, each one's own index first.
+ * found[n, 2] = how many tokens came, and how many matched. Returns 0 if memory ran out. */
+int sp_suffix_look_up(const SpSuffixQuery *queries, int64_t n, SpSuffix *const *indexes, const int64_t *tokens, int64_t room,
+                      int64_t *drafted, double *ratios, int64_t *found);
 int64_t sp_suffix_bytes(const SpSuffix *index);
+
+/* The latest places of strings of `shortest` to `longest` tokens of a text, defined by `RecentMatches` in
+ * src/speculant/drafting/lookup/reading.py. What a suffix index says of threads, ids and memory holds here too. */
+typedef struct SpMatches SpMatches;
+SpMatches *sp_matches_new(int64_t shortest, int64_t longest, int64_t most_scored);
+void sp_matches_delete(SpMatches *matches);
+/* The `unread` tokens are read; those `ahead` follow them and are not. */
+typedef struct {
+  int64_t unread, ahead, limit;
+} SpMatchesQuery;
+/* For each of n texts `limit` tokens in a row of `room`, at most all of it, if matched[n] tokens are above 0. Returns 0 if memory ran
+ * out. */
+int sp_matches_look_up(const SpMatchesQuery *queries, int64_t n, SpMatches *const *matches, const int64_t *tokens, int64_t room,
+                       int64_t *drafted, int64_t *matched);
+int64_t sp_matches_bytes(const SpMatches *matches);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

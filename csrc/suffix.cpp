@@ -1,33 +1,12 @@
 // The suffix automaton of src/speculant/kernels/suffix_index.py, with the same results.
-#include <cstdlib>
 #include <cstring>
-#include <new>
 
+#include "array.h"
 #include "speculant.h"
 
 namespace {
 
 const int32_t NONE = -1, ROOT = 0;
-
-// A growing array of plain values; large ones grow without being copied.
-template <typename T>
-struct Array {
-  T *items = nullptr;
-  int64_t size = 0, capacity = 0;
-
-  ~Array() { free(items); }
-  T &operator[](int64_t i) { return items[i]; }
-  int32_t add(const T &item) {
-    if (size == capacity) {
-      const int64_t wanted = capacity + capacity / 2 + 8;
-      void *moved = realloc(items, wanted * sizeof(T));
-      if (!moved) throw std::bad_alloc();
-      items = static_cast<T *>(moved), capacity = wanted;
-    }
-    items[size] = item;
-    return static_cast<int32_t>(size++);
-  }
-};
 
 struct State {
   int32_t length, link;    // of its longest string; to its longest suffix that also ends at other places
@@ -51,6 +30,8 @@ struct SpSuffix {
   int32_t end = ROOT;        // the state of the whole text
   int32_t recent = ROOT;     // the state of its last `num_recent` tokens
   int64_t num_recent = 0;    // depth - 1, or the tokens of a shorter text
+  Array<int64_t> tail;       // ends with the last depth - 1 tokens of the text
+  bool broken = false;       // memory ran out within a change
 
   SpSuffix(int64_t depth, double factor, double min_prob) : depth(depth), factor(factor), min_prob(min_prob) {
     rehash(16);
@@ -149,6 +130,11 @@ struct SpSuffix {
     count(token);
     num_recent = num_recent + 1 < depth ? num_recent + 1 : depth - 1;
     recent = holder(edges[edge_of(recent, token)].target, num_recent);
+    if (tail.size >= 4 * depth) {
+      tail.size = num_recent;
+      memmove(tail.items, tail.items + 4 * depth - num_recent, num_recent * sizeof *tail.items);
+    }
+    tail.add(token);
   }
 
   // The state and the length of the longest suffix of a context that is in the index.
@@ -193,23 +179,34 @@ struct SpSuffix {
     return n;
   }
 
-  // `tokens` and `ratios` have room for twice `depth`: the best continuation so far, and a candidate after it.
-  int64_t continuation(const int64_t *context, int64_t n, int64_t limit, int64_t *tokens, double *ratios,
-                       int64_t *matched) {
-    int64_t length, best = 0;
-    *matched = 0;
-    double best_score = 0;
+  // Append tokens; returns false if memory ran out, and then the index takes no more.
+  bool extend(const int64_t *tokens, int64_t n) {
+    if (broken) return n == 0;
+    try {
+      for (int64_t i = 0; i < n; i++) append(static_cast<int32_t>(tokens[i]));
+    } catch (const std::bad_alloc &) {
+      broken = true;
+    }
+    return !broken;
+  }
+
+  // Replaces the continuation in `tokens` and `ratios` of `best` tokens and this score if it has a better one; returns its tokens. Both
+  // have room for `room` tokens, and for a candidate after them.
+  int64_t continuation(const int64_t *context, int64_t n, int64_t limit, int64_t room, int64_t *tokens, double *ratios,
+                       int64_t *matched, int64_t best, double &best_score) {
+    int64_t length;
+    limit = limit < room ? limit : room;
     for (int32_t state = match(context, n, length); state > ROOT;) {
       const int32_t link = states[state].link;
       int64_t most = most_tokens(states[link].length, length);
       most = most < limit ? most : limit;
       if (static_cast<double>(most) > best_score) {  // no ratio is above 1
         double score;
-        const int64_t found = follow(state, most, tokens + depth, ratios + depth, score);
+        const int64_t found = follow(state, most, tokens + room, ratios + room, score);
         if (score > best_score) {
           best = found, best_score = score, *matched = length;
-          memcpy(tokens, tokens + depth, found * sizeof *tokens);
-          memcpy(ratios, ratios + depth, found * sizeof *ratios);
+          memcpy(tokens, tokens + room, found * sizeof *tokens);
+          memcpy(ratios, ratios + room, found * sizeof *ratios);
         }
       }
       state = link, length = states[link].length;
@@ -218,7 +215,7 @@ struct SpSuffix {
   }
 
   int64_t num_bytes() const {
-    return static_cast<int64_t>(sizeof *this + states.capacity * sizeof(State) + edges.capacity * sizeof(Edge) +
+    return static_cast<int64_t>(sizeof *this + tail.capacity * sizeof(int64_t) + states.capacity * sizeof(State) + edges.capacity * sizeof(Edge) +
                                 num_slots * sizeof(int32_t));
   }
 };
@@ -237,21 +234,30 @@ void sp_suffix_delete(SpSuffix *index) { delete index; }
 
 void sp_suffix_begin(SpSuffix *index) {
   index->end = index->recent = ROOT;
-  index->num_recent = 0;
+  index->num_recent = index->tail.size = 0;
 }
 
-int sp_suffix_extend(SpSuffix *index, const int64_t *tokens, int64_t n) {
-  try {
-    for (int64_t i = 0; i < n; i++) index->append(static_cast<int32_t>(tokens[i]));
-    return 1;
-  } catch (const std::bad_alloc &) {
-    return 0;
+int sp_suffix_extend(SpSuffix *index, const int64_t *tokens, int64_t n) { return index->extend(tokens, n); }
+
+int sp_suffix_look_up(const SpSuffixQuery *queries, int64_t n, SpSuffix *const *indexes, const int64_t *tokens, int64_t room,
+                      int64_t *drafted, double *ratios, int64_t *found) {
+  int whole = 1;
+  for (int64_t i = 0; i < n; i++, drafted += room, ratios += room, found += 2) {
+    const SpSuffixQuery &query = queries[i];
+    Array<int64_t> &context = indexes[0]->tail;
+    whole &= indexes[0]->extend(tokens, query.unread);
+    const int64_t end = context.size;
+    whole &= append(context, tokens + query.unread, query.ahead);
+    const int64_t first = query.alone ? end : 0;
+    double score = 0;
+    found[0] = found[1] = 0;
+    for (int64_t j = 0; j < query.indexes; j++)
+      found[0] = indexes[j]->continuation(context.items + first, context.size - first, query.limit, room, drafted, ratios, found + 1,
+                                          found[0], score);
+    context.size = end;
+    indexes += query.indexes, tokens += query.unread + query.ahead;
   }
-}
-
-int64_t sp_suffix_continuation(SpSuffix *index, const int64_t *context, int64_t n, int64_t limit, int64_t *tokens, double *ratios,
-                               int64_t *matched) {
-  return index->continuation(context, n, limit, tokens, ratios, matched);
+  return whole;
 }
 
 int64_t sp_suffix_bytes(const SpSuffix *index) { return index->num_bytes(); }

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from speculant.config import Limits
-from speculant.drafting import Drafter, FallbackDrafter, NgramDrafter, NgramOptions, SubDrafter
+from speculant.drafting import Drafter, DrafterNeeds, FallbackDrafter, NgramDrafter, NgramOptions, SubDrafter
 from speculant.lab.exactness import Pair
 from speculant.lengths import (
     Adaptive,
@@ -78,7 +78,11 @@ class Apart(DraftLength):
 def adaptive(token_s: float, selects: bool = False) -> Adaptive:
     """Make an adaptive length; `token_s` is the cost of a drafted token, in passes."""
     drafts = CostCurve({1: token_s, 8: 8 * token_s})
-    return Adaptive(3, StepCosts(CostCurve({1: 1.0, 8: 1.2}), {"default": {1: drafts}}), selects=lambda method: selects)
+    return Adaptive(
+        3,
+        StepCosts(CostCurve({1: 1.0, 8: 1.2}), {"default": {1: drafts}}),
+        lambda method: DrafterNeeds(selects=selects),
+    )
 
 
 def ngram(pair: Pair, chances: Chances, limits: Limits) -> Drafter:

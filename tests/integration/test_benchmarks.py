@@ -14,6 +14,7 @@ COMMANDS = [
     ["benchmarks/formats.py", "--models", "embedded", "--forms", "int8", "q8_0", "--answer", "8"],
     ["benchmarks/heads.py", "--methods", "medusa", "suffix", "default", "--tokens", "16"],
     ["benchmarks/never_slower.py", "--texts", "edit", "--methods", "suffix", "--lengths", "2", "--tokens", "16"],
+    ["benchmarks/overlap.py", "--pair", f"{DEMO}/target", f"{DEMO}/draft", "--tokens", "16", "--prompts", "2"],
     ["benchmarks/real_text.py", "--pair", f"{DEMO}/target", f"{DEMO}/draft", "--tokens", "16", "--prompts", "2"],
     ["-m", "benchmarks.t5", "--made", "tiny tiny"],
     ["-m", "benchmarks.theory", "--measure", "--prompts", "2", "--tokens", "16"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,17 @@ import torch
 
 from speculant import LLM, SamplingParams
 from speculant.errors import ConfigError, PairError, SpeculantError
-from speculant.kernels import usable_sets
+from speculant.kernels import Kernels, open_kernels, panel_rows, usable_sets
 from speculant.models import DraftVocabulary, load_model
 from tests.integration.conftest import MakeLLM
 from tests.models import ALPHABET, EXACT_DTYPE, VOCAB_SIZE, Checkpoints, Shape, write_checkpoint
+from tests.native import needs_kernels
 
 TEXTS = ["def read(path):", "class A:", "import os"]
 GREEDY = SamplingParams(temperature=0, max_tokens=28)
 SEEDED = SamplingParams(temperature=0.9, seed=8, max_tokens=28)
 SAMPLED = SamplingParams(max_tokens=28)
+MOST_ROWS = 320  # of the weights that `write_checkpoint` can make
 
 KERNELS = ["reference", *(["native"] if usable_sets() else [])]
 DRAFTS = {
@@ -63,6 +67,38 @@ def test_a_prompt_in_the_target_s_padding_is_served(llm_of: MakeLLM, tmp_path: P
     assert result.metrics.speculative_decoding.num_draft_tokens > 0
     if params is GREEDY:
         assert result.outputs[0].token_ids == llm_of().generate([prompt], params)[0].outputs[0].token_ids
+
+
+@needs_kernels
+@pytest.mark.parametrize("tree", [None, [2, 1]], ids=["chain", "tree"])
+def test_ids_beyond_the_draft_s_head_name_none_of_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: list[int] | None
+) -> None:
+    """Texts and outputs of a larger target are full of them; the draft reads likely rows, as of a large head."""
+    draw, panels = Kernels.draft, -(-258 // panel_rows(open_kernels()))  # type: ignore[arg-type]
+    read = set[int]()
+
+    def reading(self: Kernels, ops: Any, head: Any, on: Any, draft: Any) -> None:
+        read.update((ctypes.c_int64 * draft.num_panels).from_address(draft.panels) if draft.panels else ())
+        assert max(read, default=0) < panels, "a panel beyond the head"
+        draw(self, ops, head, on, draft)
+
+    monkeypatch.setattr(Kernels, "draft", reading)
+    monkeypatch.setattr("speculant.models.native.decoder.LEAST_VOCABULARY", 1)
+    target = write_checkpoint(tmp_path / "target", Shape(vocab_size=MOST_ROWS))
+    draft = write_checkpoint(tmp_path / "draft", Shape(noise=0.1, vocab_size=258))
+    common: dict[str, Any] = {"dtype": "float32", "kernels": "native"}
+    plain = LLM(target, **common, use_speculative_decoding=False)
+    llm = LLM(target, draft_model=draft, **common, spec_length=4, speculative_config={"tree": tree} if tree else {})
+    generator, likes = random.Random(1), dict.fromkeys(range(258, MOST_ROWS), 3.0)
+    prompts = [[MOST_ROWS - 1, 5, *generator.choices(range(200, MOST_ROWS), k=4 * place)] for place in range(6)]
+    common = {"max_tokens": 24, "logit_bias": likes, "repetition_penalty": 1.2}
+    params = [SamplingParams(temperature=0.9 * (place % 3), seed=place, **common) for place in range(6)]
+    results, expected = llm.generate(prompts, params), plain.generate(prompts, params)
+    assert [each.outputs[0].token_ids for each in results] == [each.outputs[0].token_ids for each in expected]
+    llm.generate(prompts, SAMPLED)
+    assert panels - 1 in read, "a weak test"
+    assert llm.engine.metrics.drafter_errors == 0
 
 
 def test_a_short_draft_context_limits_the_draft_alone(llm_of: MakeLLM, tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ from .lookup.reading import (
     RecentMatches as RecentMatches,
     SequenceReader as SequenceReader,
     match_score as match_score,
+    open_reader as open_reader,
 )
 from .lookup.static import StaticDrafter as StaticDrafter, build as build
 from .lookup.suffix import (

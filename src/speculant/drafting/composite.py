@@ -418,27 +418,13 @@ class Drafters(CompositeDrafter):
         needs = self.needs_by_method.get(method)
         return (needs and needs.usual_nodes) or self._default_length(method)
 
-    def tree(self, method: str) -> tuple[int, int] | None:
-        """Return nodes and depth of a method's usual tree; None if it drafts chains, or its nodes have scores."""
-        needs = self.needs_by_method.get(method)
-        if needs is None or needs.usual_nodes is None or needs.tree_depth is None:
-            return None
-        return needs.usual_nodes, needs.tree_depth
-
-    def look_ahead_rows(self, method: str) -> int:
-        """Return the most look-ahead rows that a method adds to the target's pass below each node."""
-        needs = self.needs_by_method.get(method)
-        return 0 if needs is None else needs.target_inputs
-
-    def selects(self, method: str) -> bool:
-        """Whether the draft-length policy selects between several drafters' drafts of a method."""
-        needs = self.needs_by_method.get(method)
-        return needs is not None and needs.selects
+    def needs_of(self, method: str) -> DrafterNeeds:
+        """Return what a method's drafter announces; nothing special if it was not made."""
+        return self.needs_by_method.get(method) or DrafterNeeds()
 
     def price(self, method: str) -> DraftPrice | None:
-        """Return the price that the chains of a method heed; None = they do not."""
-        needs = self.needs_by_method.get(method)
-        return self._prices.get(method) if needs is not None and needs.stops else None
+        """Return where the price of a method's chains is said; None = nowhere."""
+        return self._prices.get(method)
 
     def find(self, method: str) -> Drafter:
         """Return a method's drafter: one that was loaded within another, or a new one.

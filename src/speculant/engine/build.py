@@ -326,8 +326,8 @@ def _draft_length(
     """Make the configured draft-length policy."""
     plugin, options = _policy(spec)
     longest = spec.num_speculative_tokens if spec else None
-    own = drafters.tree, drafters.look_ahead_rows, drafters.selects, drafters.price
-    return completed(plugin.build(DraftLengthContext(length, options, longest, measured.costs, *own)))
+    context = DraftLengthContext(length, options, longest, measured.costs, drafters.needs_of, drafters.price)
+    return completed(plugin.build(context))
 
 
 def choose_drafters(

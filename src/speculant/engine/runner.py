@@ -257,7 +257,9 @@ def verifier_for(verifier: Verifier, params: SamplingParams) -> Verifier:
 def _takes_best(request: Request) -> bool:
     """Whether each next token is the one with the largest logit: a greedy sequence without edits."""
     params = request.params
-    return params.greedy and not params.edits and request.constraint is None and request.search is None
+    if not params.greedy or request.constraint is not None or request.search is not None:
+        return False
+    return not params.edits or not Node(request).edited  # after min_tokens
 
 
 def _take_best(chosen: Sequence[_Chosen], logits: Tensor) -> dict[int, Decision]:
@@ -301,7 +303,7 @@ def _follow(output: TargetOutput, drawn: Sequence[int] | Mapping[int, int]) -> V
 def _nodes(output: TargetOutput, verifier: Verifier) -> list[Node]:
     """Return the `Node` of each row; rows share one if drafted tokens before them have no effect."""
     request, tree = output.item.request, output.tree
-    if request.constraint is None and not request.params.edits:
+    if request.constraint is None and not (request.params.edits and Node(request).edited):
         return [Node(request, (), verifier.needs.softened)] * len(output.nodes)
     return [Node(request, tree.tokens_to(node), verifier.needs.softened) for node in output.nodes]
 

@@ -62,10 +62,14 @@ from .reference import (
 )
 from .suffix_index import (
     Continuation as Continuation,
+    MatchQuery as MatchQuery,
+    NativeMatches as NativeMatches,
     NativeSuffixIndex as NativeSuffixIndex,
     SuffixAutomaton as SuffixAutomaton,
     SuffixIndex as SuffixIndex,
+    SuffixQuery as SuffixQuery,
     SuffixSettings as SuffixSettings,
+    open_matches as open_matches,
     open_native as open_native,
     open_suffix_index as open_suffix_index,
 )

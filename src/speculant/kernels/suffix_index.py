@@ -8,7 +8,8 @@ places, at most 2n states and 3n edges for n tokens. A state's link leads to its
 places, so the links from a text's end visit all of its suffixes. A new token adds one to an edge of each suffix of up
 to D - 1 tokens. An update takes amortised O(1) for the automaton and at most D - 1 steps for counts.
 
-The native index (csrc/suffix.cpp) has the same results.
+The native index (csrc/suffix.cpp) has the same results. Native tables (csrc/matches.cpp) have those of `RecentMatches`
+in drafting/lookup/reading.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from array import array
 from collections.abc import Sequence
 from ctypes import c_double, c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol, cast
 
 from typing_extensions import override
 
@@ -45,8 +47,7 @@ class SuffixSettings:
     min_prob: float = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Continuation:
+class Continuation(NamedTuple):
     """Tokens that followed a match of `length` tokens; 0 = no match.
 
     ratios: for each token, its count / the count of all tokens that followed the same string.
@@ -64,6 +65,9 @@ class Continuation:
             product *= ratio
             total += product
         return total
+
+
+NOTHING = Continuation([], [], 0)
 
 
 class SuffixIndex(Protocol):
@@ -84,10 +88,22 @@ class SuffixIndex(Protocol):
         """
         ...
 
+    def look_up(self, queries: Sequence[SuffixQuery]) -> list[Continuation]:
+        """Return each query's continuation with the best score, of the earlier index on a tie.
+
+        All indexes are of this one's kind. After a MemoryError, an index may lack tokens.
+        """
+        ...
+
     @property
     def num_bytes(self) -> int:
         """The memory of the index, in bytes."""
         ...
+
+
+# The indexes that may continue a text, its own first; the tokens to append to that one; those ahead of them, which are
+# not appended; and the most tokens of the continuation.
+SuffixQuery = tuple[Sequence[SuffixIndex], Sequence[int], Sequence[int], int]
 
 
 def lengths_of_continuations(settings: SuffixSettings) -> list[int]:
@@ -117,6 +133,7 @@ class SuffixAutomaton(SuffixIndex):
     def begin(self) -> None:
         self._end = ROOT  # the state of the whole text
         self._recent, self._num_recent = ROOT, 0  # the state of its last tokens, as many as are counted
+        self._tail = list[int]()  # these tokens
 
     @override
     def extend(self, tokens: Sequence[int]) -> None:
@@ -127,11 +144,22 @@ class SuffixAutomaton(SuffixIndex):
             self._num_recent = min(self._num_recent + 1, self._most_recent)
             target = self._targets[self._edges[self._recent << TOKEN_BITS | token]]
             self._recent = self._holder(target, self._num_recent)
+        self._tail = [*self._tail, *tokens][-self._most_recent :]
+
+    @override
+    def look_up(self, queries: Sequence[SuffixQuery]) -> list[Continuation]:
+        found = list[Continuation]()
+        for indexes, unread, ahead, limit in queries:
+            own = cast(SuffixAutomaton, indexes[0])
+            own.extend(unread)
+            context = [*own._tail, *ahead]
+            found.append(max([index.continuation(context, limit) for index in indexes], key=attrgetter("score")))
+        return found
 
     @override
     def continuation(self, context: Sequence[int], limit: int) -> Continuation:
         state, length = self._match(context[-self._most_recent :])
-        best, best_score = Continuation([], [], 0), 0.0
+        best, best_score = NOTHING, 0.0
         while state > ROOT:
             link = self._links[state]
             most = min(limit, max(self._most_tokens[self._lengths[link] + 1 : length + 1]))
@@ -250,8 +278,12 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_suffix_delete", None, [c_void_p]),
     ("sp_suffix_begin", None, [c_void_p]),
     ("sp_suffix_extend", c_int, [c_void_p, c_void_p, c_int64]),
-    ("sp_suffix_continuation", c_int64, [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 3]),
+    ("sp_suffix_look_up", c_int, [c_void_p, c_int64, c_void_p, c_void_p, c_int64, *[c_void_p] * 3]),
     ("sp_suffix_bytes", c_int64, [c_void_p]),
+    ("sp_matches_new", c_void_p, [c_int64, c_int64, c_int64]),
+    ("sp_matches_delete", None, [c_void_p]),
+    ("sp_matches_look_up", c_int, [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
+    ("sp_matches_bytes", c_int64, [c_void_p]),
 )
 
 
@@ -260,10 +292,6 @@ class NativeSuffixIndex(SuffixIndex):
 
     def __init__(self, library: ctypes.CDLL, settings: SuffixSettings) -> None:
         self._library, self._depth = library, settings.depth
-        self._tokens = array("q", bytes(16 * settings.depth))  # the best continuation, and a candidate
-        self._ratios = array("d", bytes(16 * settings.depth))
-        self._length = array("q", [0])
-        self._results = address(self._tokens), address(self._ratios), address(self._length)
         self._index = library.sp_suffix_new(settings.depth, settings.factor, settings.min_prob)
         if self._index is None:
             raise MemoryError("no memory for a suffix index")
@@ -281,9 +309,34 @@ class NativeSuffixIndex(SuffixIndex):
 
     @override
     def continuation(self, context: Sequence[int], limit: int) -> Continuation:
-        given = array("q", context[-self._depth :])
-        found = self._library.sp_suffix_continuation(self._index, address(given), len(given), limit, *self._results)
-        return Continuation(self._tokens[:found].tolist(), self._ratios[:found].tolist(), self._length[0])
+        return self._ask(array("q", (1, 0, len(context), limit, 1)), array("Q", [self._index]), array("q", context))[0]
+
+    @override
+    def look_up(self, queries: Sequence[SuffixQuery]) -> list[Continuation]:
+        numbers, given, texts = array("q"), array("Q"), array("q")
+        for indexes, unread, ahead, limit in queries:
+            numbers.extend((len(indexes), len(unread), len(ahead), limit, 0))
+            given.extend([index._index for index in cast("Sequence[NativeSuffixIndex]", indexes)])
+            texts.extend(unread)
+            texts.extend(ahead)
+        return self._ask(numbers, given, texts)
+
+    def _ask(self, numbers: array[int], indexes: array[int], texts: array[int]) -> list[Continuation]:
+        """Call `sp_suffix_look_up`; each query has five of the numbers."""
+        count, room = len(numbers) // 5, self._depth
+        tokens, ratios = array("q", bytes(8 * room * (count + 1))), array("d", bytes(8 * room * (count + 1)))
+        found = array("q", bytes(16 * count))
+        at = [memory.buffer_info()[0] for memory in (numbers, indexes, texts, tokens, ratios, found)]
+        if not self._library.sp_suffix_look_up(at[0], count, *at[1:3], room, *at[3:]):
+            raise MemoryError("no memory for more tokens in a suffix index")
+        continuations, first = list[Continuation](), 0
+        for made, matched in zip(found[::2], found[1::2], strict=True):
+            end = first + made
+            continuations.append(
+                Continuation(tokens[first:end].tolist(), ratios[first:end].tolist(), matched) if made else NOTHING
+            )
+            first += room
+        return continuations
 
     @property
     @override
@@ -310,3 +363,51 @@ def _load() -> ctypes.CDLL | None:
 def open_suffix_index(settings: SuffixSettings) -> SuffixIndex:
     """Return an empty index."""
     return open_native(settings) or SuffixAutomaton(settings)
+
+
+class NativeMatches:
+    """The tables of one text: the latest places of its strings of `shortest` to `longest` tokens.
+
+    Matches are measured up to `most_scored` tokens. The library owns the memory for the life of this object.
+    """
+
+    def __init__(self, library: ctypes.CDLL, shortest: int, longest: int, most_scored: int) -> None:
+        self._library = library
+        self._tables = library.sp_matches_new(shortest, longest, most_scored)
+        if self._tables is None:
+            raise MemoryError("no memory for the tables of a text")
+        weakref.finalize(self, library.sp_matches_delete, self._tables)
+
+    def look_up(self, queries: Sequence[MatchQuery]) -> list[tuple[list[int], int]]:
+        """Return the tokens that follow each text's match, and the length of the match; of tables of this library."""
+        tables, numbers, texts, count = array("Q"), array("q"), array("q"), len(queries)
+        for matches, unread, ahead, limit in queries:
+            tables.append(matches._tables)
+            numbers.extend((len(unread), len(ahead), limit))
+            texts.extend(unread)
+            texts.extend(ahead)
+        room = max(numbers[2::3])
+        drafted, matched = array("q", bytes(8 * room * count)), array("q", bytes(8 * count))
+        at = [memory.buffer_info()[0] for memory in (numbers, tables, texts, drafted, matched)]
+        if not self._library.sp_matches_look_up(at[0], count, *at[1:3], room, *at[3:]):
+            raise MemoryError("no memory for more tokens in the tables of a text")
+        found, first = list[tuple[list[int], int]](), 0
+        for limit, length in zip(numbers[2::3], matched, strict=True):
+            found.append((drafted[first : first + limit].tolist() if length else [], length))
+            first += room
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the tables, in bytes."""
+        return int(self._library.sp_matches_bytes(self._tables))
+
+
+# The tables of a text; the tokens that they read; those ahead of them, which are not read; and the most drafted tokens.
+MatchQuery = tuple[NativeMatches, Sequence[int], Sequence[int], int]
+
+
+def open_matches(shortest: int, longest: int, most_scored: int) -> NativeMatches | None:
+    """Return empty tables; None if the library was not built."""
+    library = _load()
+    return None if library is None else NativeMatches(library, shortest, longest, most_scored)

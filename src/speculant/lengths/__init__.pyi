@@ -1,7 +1,6 @@
 from .adaptive import (
     BUDGET as BUDGET,
     Adaptive as Adaptive,
-    Array as Array,
     Experiments as Experiments,
     MethodAcceptance as MethodAcceptance,
     Offers as Offers,

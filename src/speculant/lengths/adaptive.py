@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain
-from operator import attrgetter, truediv
+from itertools import accumulate, chain, repeat
+from operator import attrgetter, mul, sub, truediv
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from typing_extensions import override
 
+from speculant.drafting import DrafterNeeds
 from speculant.errors import ConfigError, suggest
 from speculant.lengths.base import LONGEST, DraftLength, DraftLengthContext, DraftOutcome, ScoredDraft, num_rows
 from speculant.lengths.costs import (
@@ -54,41 +55,34 @@ DEPTH_PRIOR_TESTS = 8.0  # tests at a depth that weigh as much as the rate at th
 METHOD_MEMORY, SEQUENCE_MEMORY = 0.99, 0.9  # the weight that each test leaves to earlier tests
 SEQUENCE_PRIOR_TESTS = 30.0  # tests of a sequence that weigh as much as its method's rate
 SCORE_PRIOR_TESTS = 4.0  # tests of a score that weigh as much as the score itself
+LEAST_FURTHER = 0.1  # mean tokens of chains after their first, where the price of a token is estimated
 BUCKETS = 10  # of scores from 0 to 1; the last one has 1 as well
 
 
 class Rate:
     """Accepted over tested, where older tests count less.
 
-    prior: the estimate without tests, which weighs as much as `prior_tests`.
+    prior: the estimate without tests, which weighs as much as `prior_tests`. value: the estimate.
     """
 
-    __slots__ = ("accepted", "prior", "prior_tests", "tested")
+    __slots__ = ("accepted", "prior", "prior_tests", "tested", "value")
 
     def __init__(self, prior: float, prior_tests: float) -> None:
-        self.prior, self.prior_tests, self.accepted, self.tested = prior, prior_tests, 0.0, 0.0
+        self.prior, self.prior_tests, self.accepted, self.tested, self.value = prior, prior_tests, 0.0, 0.0, prior
 
-    def add(self, accepted: int, memory: float, tested: int = 1) -> float:
-        """Count tests, and return the estimate."""
+    def add(self, accepted: int, memory: float, tested: int = 1) -> None:
+        """Count tests."""
         kept = memory if tested == 1 else memory**tested
         self.accepted, self.tested = kept * self.accepted + accepted, kept * self.tested + tested
-        return (self.accepted + self.prior * self.prior_tests) / (self.tested + self.prior_tests)
-
-    def add_each(self, tests: Iterable[int], memory: float) -> float:
-        """Count tests one after the other, and return the estimate."""
-        for accepted in tests:
-            self.accepted, self.tested = memory * self.accepted + accepted, memory * self.tested + 1
-        return (self.accepted + self.prior * self.prior_tests) / (self.tested + self.prior_tests)
+        self.value = (self.accepted + self.prior * self.prior_tests) / (self.tested + self.prior_tests)
 
 
 class MethodAcceptance:
-    """The estimates of one method. rate: of all tests."""
+    """The estimates of one method: of all tests, by depth, by score, and by sequence."""
 
     def __init__(self) -> None:
-        self._whole, self.rate = Rate(PRIOR, PRIOR_TESTS), PRIOR  # of all tests, and its estimate
-        self._by_depth, self._depth_rates = list[Rate](), [PRIOR]
-        self._score_rates = [(bucket + 0.5) / BUCKETS for bucket in range(BUCKETS)]
-        self._by_score = [Rate(prior, SCORE_PRIOR_TESTS) for prior in self._score_rates]
+        self._whole, self._depths = Rate(PRIOR, PRIOR_TESTS), [Rate(PRIOR, PRIOR_TESTS)]
+        self._scores = [Rate((bucket + 0.5) / BUCKETS, SCORE_PRIOR_TESTS) for bucket in range(BUCKETS)]
         self._by_sequence: WeakKeyDictionary[Request, Rate] = WeakKeyDictionary()
 
     def survivals(self, request: Request, length: int, least: float = 0.0) -> list[float]:
@@ -96,9 +90,9 @@ class MethodAcceptance:
 
         They end before the first one below `least`.
         """
-        share, rates, survival, survivals = self._share(request), self._depth_rates, 1.0, list[float]()
+        share, last, survival, survivals = self.share(request), len(self._depths) - 1, 1.0, list[float]()
         for depth in range(length):
-            survival *= min(1.0, share * rates[min(depth, len(rates) - 1)])
+            survival *= min(1.0, share * self._depths[min(depth, last)].value)
             if survival < least:
                 break
             survivals.append(survival)
@@ -106,9 +100,9 @@ class MethodAcceptance:
 
     def scored_survivals(self, draft: ScoredDraft, least: float) -> list[float]:
         """Return the estimate that each node of a draft with scores is accepted, up to the first one below `least`."""
-        share, rates, survivals = self._share(draft.request), self._score_rates, list[float]()
+        share, survivals = self.share(draft.request), list[float]()
         for score, parent in zip(draft.scores, draft.parents, strict=True):
-            rate = min(1.0, share * rates[min(int(score * BUCKETS), BUCKETS - 1)])
+            rate = min(1.0, share * self._scores[min(int(score * BUCKETS), BUCKETS - 1)].value)
             survival = rate * (survivals[parent] if parent >= 0 else 1.0)
             if survival < least:
                 break
@@ -126,55 +120,43 @@ class MethodAcceptance:
             tests.append(0)
         own = self._by_sequence.get(request)
         if own is None:
-            own = self._by_sequence[request] = Rate(self.rate, SEQUENCE_PRIOR_TESTS)
+            own = self._by_sequence[request] = Rate(self._whole.value, SEQUENCE_PRIOR_TESTS)
         if draft is None:
             self._observe_depths(tests)
         else:
             self._observe_scores(draft, outcome)
-        self.rate = self._whole.add(sum(tests), METHOD_MEMORY, len(tests))
+        self._whole.add(sum(tests), METHOD_MEMORY, len(tests))
         own.add(sum(tests), SEQUENCE_MEMORY, len(tests))
 
     def _observe_depths(self, tests: Sequence[int]) -> None:
         """Count tests at the first depths; few tests at a depth weigh less than the rate at the depth above."""
-        while len(self._by_depth) < len(tests):
-            self._by_depth.append(Rate(PRIOR, DEPTH_PRIOR_TESTS if self._by_depth else PRIOR_TESTS))
-        above, rates = PRIOR, list[float]()
-        for depth, rate in enumerate(self._by_depth):
-            rate.prior = above
+        while len(self._depths) < len(tests):
+            self._depths.append(Rate(PRIOR, DEPTH_PRIOR_TESTS))
+        above = PRIOR
+        for depth, rate in enumerate(self._depths):
             if depth < len(tests):  # as `add`, without a call for each depth
-                rate.accepted, rate.tested = (
-                    METHOD_MEMORY * rate.accepted + tests[depth],
-                    METHOD_MEMORY * rate.tested + 1,
-                )
-            above = (rate.accepted + above * rate.prior_tests) / (rate.tested + rate.prior_tests)
-            rates.append(above)
-        self._depth_rates = rates or [PRIOR]
+                rate.accepted = METHOD_MEMORY * rate.accepted + tests[depth]
+                rate.tested = METHOD_MEMORY * rate.tested + 1
+            above = rate.value = (rate.accepted + above * rate.prior_tests) / (rate.tested + rate.prior_tests)
 
     def _observe_scores(self, draft: ScoredDraft, outcome: DraftOutcome) -> None:
         """Count the nodes that were compared with the target's token, by their scores.
 
         These are the children of the root and of the accepted nodes: the siblings of an accepted node were rejected.
         """
-        path, kept, tests = set(outcome.path), sum(outcome.drafted), defaultdict[int, list[bool]](list)
+        path, kept = set(outcome.path), sum(outcome.drafted)
         expanded = {-1, *outcome.path[: max(0, sum(outcome.tested) - 1)]} if any(outcome.tested) else ()
         for node, (score, parent) in enumerate(zip(draft.scores[:kept], draft.parents, strict=False)):
             if parent in expanded:
-                tests[min(int(score * BUCKETS), BUCKETS - 1)].append(node in path)
-        for bucket, own in tests.items():
-            self._score_rates[bucket] = self._by_score[bucket].add_each(own, METHOD_MEMORY)
+                self._scores[min(int(score * BUCKETS), BUCKETS - 1)].add(node in path, METHOD_MEMORY)
 
-    def forget(self, request: Request, steps: int) -> None:
-        """Move the rate of a sequence without drafts towards its method's, by a number of steps."""
-        if (own := self._by_sequence.get(request)) is not None:
-            own.accepted *= SEQUENCE_MEMORY**steps
-            own.tested *= SEQUENCE_MEMORY**steps
-
-    def _share(self, request: Request) -> float:
+    def share(self, request: Request) -> float:
         """Return a sequence's rate in proportion to its method's."""
         own = self._by_sequence.get(request)
         if own is None:
             return 1.0
-        return (own.accepted + self.rate * SEQUENCE_PRIOR_TESTS) / (own.tested + SEQUENCE_PRIOR_TESTS) / self.rate
+        rate = self._whole.value
+        return (own.accepted + rate * SEQUENCE_PRIOR_TESTS) / (own.tested + SEQUENCE_PRIOR_TESTS) / rate
 
 
 Array = np.ndarray[Any, Any]
@@ -190,8 +172,8 @@ class StepPlan:
     pure: whether all sequences only decode, and none is a beam search. gain: the share by which drafts without scores
     are expected to raise the tokens per second; rate: these tokens per second. planned: methods without
     scores that draft. asked: methods that are called because they may draft. given: sequences whose requests set the
-    length themselves. extended: the most nodes of a method's chains that end by their scores: twice the best length for
-    all alike. seconds: of the step by nodes, as far as they are known; none after the costs have changed.
+    length themselves. extended: the most nodes of a method's chains, where these end by their scores. seconds: of the
+    step by nodes, as far as they are known; none after the costs have changed.
     """
 
     made_for: list[tuple[int, int, bool]]
@@ -271,9 +253,10 @@ def choose_jointly(offers: Offers, sequences: int, seconds: Seconds) -> Chosen:
     order = np.argsort(-offers.gain, kind="stable")
     depth, owner, most = offers.depth[order], offers.owner[order], int(offers.depth.max())
     caps = np.arange(1, most + 1)[:, None] if sequences > 1 and offers.nodes == 1 else np.array([[most]])
-    taken = depth <= caps
+    taken, firsts = depth <= caps, np.zeros(len(order), bool)
+    firsts[np.unique(owner, return_index=True)[1]] = True
     gain = np.where(taken, offers.gain[order], 0.0).cumsum(axis=1)
-    begun = (taken & _firsts(owner)).cumsum(axis=1)
+    begun = (taken & firsts).cumsum(axis=1)
     deepest = np.minimum(caps, np.maximum.accumulate(depth))
     rates = (sequences + gain) / seconds(taken.cumsum(axis=1) * offers.nodes, begun, deepest)
     cap, last = divmod(int(rates.argmax()), len(order))
@@ -285,26 +268,18 @@ def choose_jointly(offers: Offers, sequences: int, seconds: Seconds) -> Chosen:
     return Chosen(counts.tolist(), share)
 
 
-def _firsts(values: Array) -> Array:
-    """Return for each value whether it is the first of its kind."""
-    firsts = np.zeros(len(values), bool)
-    firsts[np.unique(values, return_index=True)[1]] = True
-    return firsts
-
-
 @dataclass
 class MethodRecord:
     """What is known of a method.
 
-    tree, look_ahead_rows, selects, price: see `DraftLengthContext`.
+    needs: its drafter's. price: of its chains, which end by their scores; None = they do not.
     has_scores: whether its last drafts had some. silent: its calls in a row that returned no draft. gain, seconds: of a
     call to a method with scores, which drafts nothing in most steps of an unfamiliar text: tokens accepted, less
-    the tokens that plain steps make while they are verified, and the time for each sequence.
+    the tokens that plain steps make while they are verified, and the time for each sequence. gained, nodes, depth:
+    tokens accepted of a draft without scores, its nodes, and those of the longest in a step.
     """
 
-    tree: tuple[int, int] | None = None
-    look_ahead_rows: int = 0
-    selects: bool = False
+    needs: DrafterNeeds
     price: DraftPrice | None = None
     acceptance: MethodAcceptance = field(default_factory=MethodAcceptance)  # of drafts without scores
     scored: MethodAcceptance = field(default_factory=MethodAcceptance)
@@ -312,30 +287,38 @@ class MethodRecord:
     silent: int = 0
     gain: float = 1.0
     seconds: Mean = field(default_factory=Mean)
+    gained: Rate = field(default_factory=partial(Rate, PRIOR, PRIOR_TESTS))
+    nodes: Rate = field(default_factory=partial(Rate, 1.0, PRIOR_TESTS))
+    depth: Rate = field(default_factory=partial(Rate, 1.0, PRIOR_TESTS))
+
+    @property
+    def tree(self) -> tuple[int, int] | None:
+        """Nodes and depth of the usual tree; None = it drafts chains, or nodes with scores."""
+        nodes, depth = self.needs.usual_nodes, self.needs.tree_depth
+        return None if nodes is None or depth is None else (nodes, depth)
 
     @property
     def probe(self) -> int:
         """How many nodes a draft has that is tried."""
         return self.tree[0] if self.tree else PROBE
 
+    @property
+    def usual(self) -> tuple[int, int, float]:
+        """The nodes of a usual draft without scores, the depth of a batch of them, and the tokens accepted of one."""
+        size = math.ceil(self.nodes.value)
+        return size, max(size, round(self.depth.value)), self.gained.value / self.nodes.value * size
+
 
 class MethodRecords(dict[str, MethodRecord]):
-    """The record of each method, which begins with what its drafter announces; see `DraftLengthContext`."""
+    """The record of each method; see `DraftLengthContext`."""
 
-    def __init__(
-        self,
-        trees: Callable[[str], tuple[int, int] | None],
-        look_ahead_rows: Callable[[str], int],
-        selects: Callable[[str], bool],
-        price: Callable[[str], DraftPrice | None],
-    ) -> None:
+    def __init__(self, needs: Callable[[str], DrafterNeeds], price: Callable[[str], DraftPrice | None]) -> None:
         super().__init__()
-        self._facts = trees, look_ahead_rows, selects, price
+        self._needs, self._price = needs, price
 
     def __missing__(self, method: str) -> MethodRecord:
-        trees, look_ahead_rows, selects, price = self._facts
-        found = trees(method), look_ahead_rows(method), selects(method), price(method)
-        self[method] = made = MethodRecord(*found)
+        needs = self._needs(method)
+        self[method] = made = MethodRecord(needs, self._price(method) if needs.stops else None)
         return made
 
 
@@ -344,7 +327,8 @@ class MethodStep:
     """A method's outcomes in a step.
 
     asked: with the missing nodes that say something about the drafter. scored: there were drafts with scores; unscored:
-    verified ones without. came: draft nodes or look-ahead rows were verified. forced: tokens of a sequence were forced.
+    verified ones without. nodes: of the largest. came: draft nodes or look-ahead rows were verified. forced: tokens of
+    a sequence were forced.
     """
 
     asked: list[DraftOutcome] = field(default_factory=list)
@@ -352,19 +336,18 @@ class MethodStep:
     unscored: bool = False
     came: bool = False
     forced: bool = False
+    nodes: int = 0
 
 
 @dataclass
 class ObservedStep:
     """The outcomes of a step.
 
-    asked: how many drafts were asked for, by method.
     rows: of drafts in the pass, forced tokens included. accepted: drafted nodes. depth: of the deepest draft
     that was asked for. late: a drafter processed a backlog.
     """
 
     methods: defaultdict[str, MethodStep] = field(default_factory=partial(defaultdict, MethodStep))
-    asked: dict[str, int] = field(default_factory=dict)
     drafted: bool = False
     forced: bool = False
     rows: int = 0
@@ -426,26 +409,23 @@ class Adaptive(DraftLength):
         self,
         longest: int | None = None,
         costs: StepCosts | None = None,
-        trees: Callable[[str], tuple[int, int] | None] = lambda method: None,
-        look_ahead_rows: Callable[[str], int] = lambda method: 0,
-        selects: Callable[[str], bool] = lambda method: False,
+        needs: Callable[[str], DrafterNeeds] = lambda method: DrafterNeeds(),
         price: Callable[[str], DraftPrice | None] = lambda method: None,
     ) -> None:
-        self._longest, self._methods = longest, MethodRecords(trees, look_ahead_rows, selects, price)
+        self._longest, self._methods = longest, MethodRecords(needs, price)
         self._costs = costs or StepCosts(CostCurve(UNKNOWN_COSTS))
         self._experiments, self._backlogs = Experiments(), Backlogs(self._costs)
         self._plan = StepPlan([], [], 0)
         self._met: WeakSet[Request] = WeakSet()  # whose texts were looked up at least once
         self._scores: dict[int, ScoredDraft] = {}  # of this step, by sequence id
-        self._drawn: dict[int, int] = {}  # nodes that a model should draw, by sequence id, where this policy selects
-        self._limits: dict[int, int] = {}  # the same, for chains that end by their scores
+        self._drawn: dict[int, int] = {}  # the most nodes that a model draws, by sequence id, where this policy selects
         self._plain = PLAIN_STEPS  # steps since the last one with drafts
 
     @override
     def choose(self, schedule: Schedule) -> list[int]:
         plan, work = self._plan, list(map(_WORK, schedule.items))
         if not plan.left or plan.made_for != work:
-            plan = self._plan = self._make(schedule, work, plan)
+            plan = self._make(schedule, work, plan)
         plan.left -= 1
         self._experiments.step += 1
         self._scores.clear()
@@ -455,12 +435,8 @@ class Adaptive(DraftLength):
     def pause(self) -> int:
         """Pause until a plain step is as usual and is timed, then until the plan's last step."""
         plan = self._plan
-        if (
-            not plan.pure
-            or plan.asked
-            or self._experiments.runs("plain")
-            or len(self._costs.passes.level.first) < LEARNT
-        ):
+        learnt = len(self._costs.passes.level.first) >= LEARNT
+        if plan.asked or not (plan.pure and learnt) or self._experiments.runs("plain"):
             return 0
         steps = plan.left if self._plain > PLAIN_STEPS else min(plan.left, PLAIN_STEPS - self._plain)
         plan.left -= steps
@@ -474,7 +450,8 @@ class Adaptive(DraftLength):
         for (_, own, _), item in zip(work, schedule.items, strict=True):
             rows.append(own)
             keys.append(item.start + item.count)
-        plan = StepPlan(work, [0] * len(rows), sum(rows), self._costs.attention(rows, keys), left=RESTS)
+        attention = self._costs.attention(rows, keys)
+        plan = self._plan = StepPlan(work, [0] * len(rows), sum(rows), attention, left=RESTS)
         for place, item in enumerate(schedule.items):
             request, method, given = item.request, item.request.drafts.method, item.request.params.speculation
             asked = given.get("num_speculative_tokens") if isinstance(given, Mapping) else None
@@ -486,10 +463,7 @@ class Adaptive(DraftLength):
                     plan.given.add(request.seq_id)
             elif item.decodes and method is not None:
                 by_method.setdefault(method, {})[place] = request
-        self._drawn, self._limits = {}, {}
-        for method in by_method:
-            if (price := self._methods[method].price) is not None:
-                price.least = 0.0
+        self._drawn = {}
         if plan.pure and self._tries_plain(by_method, before):
             plan.left, plan.gain = PLAIN_STEPS, before.gain
             return plan
@@ -501,12 +475,10 @@ class Adaptive(DraftLength):
     def _tries_plain(self, methods: Collection[str], before: StepPlan) -> bool:
         """Whether to begin some steps without drafts: only they show how long they take."""
         self._experiments.end("plain")
-        price = PLAIN_STEPS * before.gain / (1 + before.gain)
-        if not before.gain or self._experiments.left("plain"):
+        scored = all(self._methods[each].has_scores for each in methods)
+        if scored or not before.gain or self._experiments.left("plain"):
             return False
-        if all(self._methods[each].has_scores for each in methods):
-            return False
-        self._experiments.begin("plain", price=price)
+        self._experiments.begin("plain", price=PLAIN_STEPS * before.gain / (1 + before.gain))
         return True
 
     def _lengths(self, plan: StepPlan, method: str, requests: Sequence[Request]) -> list[int]:
@@ -516,12 +488,13 @@ class Adaptive(DraftLength):
         """
         known, most = self._methods[method], [self._most(request) for request in requests]
         silent = known.silent >= PATIENCE
+        if known.price is not None:
+            known.price.least = 0.0
         if silent and not known.has_scores:
             most = [min(known.probe, each) for each in most]
-        elif known.selects:
+        elif known.needs.selects:
             lengths = self._joint_lengths(plan, method, requests, most)
-            self._drawn.update(zip(map(_SEQ_ID, requests), lengths, strict=True))
-            self._limits.update(zip(map(_SEQ_ID, requests), plan.extended or lengths, strict=True))
+            self._drawn.update(zip(map(_SEQ_ID, requests), plan.extended or lengths, strict=True))
             if any(lengths):
                 return most
         elif not known.has_scores:
@@ -548,8 +521,8 @@ class Adaptive(DraftLength):
         """Choose the lengths of drafts without scores, or of an experiment with them."""
         plan.extended = []
         known, count = self._methods[method], len(requests)
-        own = known.look_ahead_rows
-        pass_s = np.array(plan.steps_s(self._costs, num_rows(sum(most), own, count)))
+        own = known.needs.target_inputs
+        pass_s = np.array(plan.steps_s(self._costs, num_rows(sum(most), own, count) + count))
         plain_s = float(pass_s[0])
         draft_s = self._costs.drafts_s(method, count, 1 + max(most, default=0))
 
@@ -559,8 +532,7 @@ class Adaptive(DraftLength):
 
         def prices(*choices: Sequence[int]) -> list[float]:
             table = np.array(choices)
-            steps_s = seconds(table.sum(1), np.count_nonzero(table, 1), table.max(1))
-            return list(map(float, steps_s / plain_s - 1))
+            return list(seconds(table.sum(1), np.count_nonzero(table, 1), table.max(1)) / plain_s - 1)
 
         experiments, trial, longer = self._experiments, ("draft", method), ("longer", method)
         chosen = choose_jointly(self._offers(method, requests, most), count, seconds)
@@ -571,14 +543,9 @@ class Adaptive(DraftLength):
         if any(counts):
             plan.gain, plan.left = max(plan.gain, chosen.gain), min(plan.left, HOLDS)
             plan.planned.append(method)
+            self._set_price(known, counts, most, seconds)
             twice = [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)]
-            if twice == counts or experiments.left(*longer):
-                if known.price is not None and not plan.given:
-                    drawn, depth, nodes = len(counts) - counts.count(0), max(counts), sum(counts)
-                    token_s = (draft_s[drawn, depth + 1] - draft_s[drawn, depth]) / drawn
-                    row_s = (pass_s[nodes] - plain_s) / nodes
-                    plan.extended = [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)]
-                    known.price.least = float(plan.rate * (token_s + row_s) / known.acceptance.rate)
+            if plan.extended or twice == counts or experiments.left(*longer):
                 return counts
             of_twice, of_counts = prices(twice, counts)
             experiments.begin(*longer, price=of_twice - of_counts)
@@ -592,18 +559,37 @@ class Adaptive(DraftLength):
                 gain = sum(map(sum, map(known.acceptance.survivals, requests, tried))) / count
                 experiments.begin(*trial, price=max(0.0, prices(tried)[0] - gain) + wait_s / plain_s)
                 plan.left = 1 + bool(own)  # look-ahead rows are computed a step before their draft
+                self._set_price(known, tried, most, seconds)
                 return tried
         plan.left = min(plan.left, experiments.left(*trial) or RESTS)  # one that is due may not be affordable
-        for request in requests:
-            known.acceptance.forget(request, plan.left)
         return counts
+
+    def _set_price(self, known: MethodRecord, counts: Sequence[int], most: Sequence[int], seconds: Seconds) -> None:
+        """Say what a further token costs, in tokens, where chains end by their scores.
+
+        They have as many nodes at most as would be best if all were sure to be accepted.
+        """
+        plan = self._plan
+        if known.price is None or plan.given:
+            return
+        drawn, size = np.count_nonzero(counts), min(known.usual[0], max(most))
+        longest = np.minimum.outer(np.arange(1, 1 + max(most)), most) * np.array(counts, bool)
+        nodes, depths, sequences = longest.sum(1), longest.max(1), np.full(len(longest), drawn)
+        plan.extended = longest[((len(counts) + nodes) / seconds(nodes, sequences, depths)).argmax()].tolist()
+        sizes = drawn * np.array([size, size, size + 1])
+        before_s, token_s, rows_s = seconds(sizes, sequences[:1], np.array([1, 2, 1])).tolist()
+        alone = max(1.0, (known.depth.value - 1) / max(LEAST_FURTHER, known.nodes.value - 1))
+        known.price.least = plan.rate * (alone * (token_s - before_s) + rows_s - before_s) / drawn
 
     def _offers(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> Offers:
         """Return the nodes that drafts without scores may have; chains end before one that is not worth its row."""
-        acceptance, tree = self._methods[method].acceptance, self._methods[method].tree
+        known, acceptance = self._methods[method], self._methods[method].acceptance
+        tree, (size, depth, gain) = known.tree, known.usual
+        if known.price is not None and min(most) >= size:
+            gains, depth = [[gain * acceptance.share(request)] for request in requests], min(depth, max(most))
+            return Offers.of(gains, depth, size)
         if tree is None or min(most) < tree[0]:
-            pairs = zip(requests, most, strict=True)
-            return Offers.of([acceptance.survivals(request, longest, ROW_SHARE) for request, longest in pairs])
+            return Offers.of([acceptance.survivals(*each, ROW_SHARE) for each in zip(requests, most, strict=True)])
         nodes, depth = tree
         return Offers.of([[sum(acceptance.survivals(request, depth))] for request in requests], depth, nodes)
 
@@ -628,34 +614,29 @@ class Adaptive(DraftLength):
 
         Where a model would draw nothing, the deterministic draft is taken, and cut with the batch's other drafts.
         """
-        plan, method, length = self._plan, str(request.drafts.method), self._drawn.get(request.seq_id, 0)
-        if not length:
+        plan, method = self._plan, str(request.drafts.method)
+        if not self._drawn.get(request.seq_id):
             return True
-        drawn = sum(map(bool, self._drawn.values()))
+        known, drawn = self._methods[method], sum(map(bool, self._drawn.values()))
+        length, _, gain = known.usual
         draft_s = self._costs.drafts_s(method, drawn, length)
         drawn_s = float(draft_s[drawn, length] - draft_s[drawn - 1, length])  # of one more sequence
         pass_s = plan.steps_s(self._costs, max(length, len(scores)))
-        known = self._methods[method]
-        worth = sum(known.acceptance.survivals(request, length)) - plan.rate * (drawn_s + pass_s[length])
-        draft, nodes, gain = ScoredDraft(request, scores, parents), 0, 0.0
-        for survival in known.scored.scored_survivals(draft, ROW_SHARE):
-            nodes, gain = nodes + 1, gain + survival
-            if gain - plan.rate * pass_s[nodes] >= worth:
-                return True
-        return False
+        worth = gain - plan.rate * (drawn_s + pass_s[length])
+        gains = accumulate(known.scored.scored_survivals(ScoredDraft(request, scores, parents), ROW_SHARE))
+        return max(map(sub, gains, map(mul, pass_s[1:], repeat(plan.rate))), default=-math.inf) >= worth
 
     @override
     def longest_unscored(self, request: Request) -> int | None:
-        return self._limits.get(request.seq_id)
+        return self._drawn.get(request.seq_id)
 
     def _most(self, request: Request) -> int:
         """Return the most nodes of a draft: the request's number, else the user's, else a whole tree, or LONGEST."""
         known, most = self._methods[str(request.drafts.method)], request.drafts.num_tokens
-        if most is None:
-            most = self._longest
+        most = self._longest if most is None else most
         if most is None:
             most = known.tree[0] if known.tree else LONGEST
-        return min(most, known.look_ahead_rows) if known.look_ahead_rows else most
+        return min(most, known.needs.target_inputs) if known.needs.target_inputs else most
 
     @override
     def observe(self, outcomes: Sequence[DraftOutcome], timing: StepTiming) -> None:
@@ -691,15 +672,16 @@ class Adaptive(DraftLength):
             outcome = self._without_usual(outcome, method)
         draft = self._scores.get(request.seq_id)
         own.asked.append(outcome)
-        step.asked[method] = len(own.asked)
         own.came = own.came or rows > 0
         step.depth = max(step.depth, len(outcome.drafted) + outcome.missing)
         if nodes:
             step.drafted = True
             step.accepted += sum(outcome.accepted)
             if draft is None:
-                own.unscored = True
+                own.unscored, own.nodes = True, max(own.nodes, nodes)
                 gained = sum(outcome.accepted[: sum(outcome.tested)])
+                self._methods[method].gained.add(gained, METHOD_MEMORY)
+                self._methods[method].nodes.add(nodes, METHOD_MEMORY)
                 step.late = self._backlogs.note(request) > LEAST_BACKLOG + gained or step.late
         if nodes or method in self._plan.planned:
             known = self._methods[method]
@@ -715,7 +697,7 @@ class Adaptive(DraftLength):
         if known.price is not None and known.price.least and came:
             return outcome._replace(missing=0)
         most = self._drawn.get(outcome.request.seq_id, came + outcome.missing)
-        fewer = known.look_ahead_rows or (came and known.tree)
+        fewer = known.needs.target_inputs or (came and known.tree)
         return outcome._replace(missing=0 if fewer else max(0, most - came))
 
     def _follow_method(self, method: str, own: MethodStep) -> None:
@@ -727,6 +709,8 @@ class Adaptive(DraftLength):
             elif (own.asked or not own.forced) and (method in plan.planned or known.silent >= PATIENCE):
                 known.silent += 1
                 ends = True
+        if own.nodes:
+            known.depth.add(own.nodes, METHOD_MEMORY)
         if ends and self._experiments.end("draft", method):
             plan.left = 0
         if (own.scored or own.unscored) and own.scored != known.has_scores:
@@ -753,9 +737,9 @@ class Adaptive(DraftLength):
         plan, rows = self._plan, step.rows
         attention_s = plan.attention.plain_s + rows * plan.attention.node_s
         self._costs.observe_step(self._experiments.step, plan.rows + rows, len(plan.lengths), timing, attention_s)
-        if len(step.asked) == 1 and not (step.late or step.forced or (self._scores and self._drawn)):
-            ((method, sequences),) = step.asked.items()
-            self._costs.observe_draft(method, sequences, step.depth, draft_s)
+        asked = [(method, len(own.asked)) for method, own in step.methods.items() if own.asked]
+        if len(asked) == 1 and not (step.late or step.forced or (self._scores and self._drawn)):
+            self._costs.observe_draft(*asked[0], step.depth, draft_s)
         plan.seconds = []
 
     def _follow_plain(self, timing: StepTiming) -> None:
@@ -771,5 +755,4 @@ def build(context: DraftLengthContext) -> Adaptive:
     """Make the policy; it has no options of its own."""
     for key in context.options:
         raise ConfigError(f"draft_length has the unknown key {key!r}", suggest(key, ["policy"]))
-    own = context.trees, context.look_ahead_rows, context.selects, context.price
-    return Adaptive(context.longest, context.costs(), *own)
+    return Adaptive(context.longest, context.costs(), context.needs, context.price)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from typing_extensions import override
 
+from speculant.drafting import DrafterNeeds
 from speculant.errors import DraftLengthError, Guard
 from speculant.lengths.costs import StepCosts
 from speculant.lengths.measuring import Measurement
@@ -132,19 +133,15 @@ class DraftLengthContext:
     """The values that a policy is built from.
 
     num_speculative_tokens: the configured length, or the method's usual one. options: the policy's own keys. longest:
-    the configured length alone; None = the policy chooses. costs: measures this machine's costs; None = can't. trees:
-    nodes and depth of the trees of methods that draft trees without scores. look_ahead_rows: a method's
-    `DrafterNeeds.target_inputs`. selects: whether the policy selects between a method's candidate drafters. price:
-    where the policy says what a further token of a method's chains costs; None = they do not heed it.
+    the configured length alone; None = the policy chooses. costs: measures this machine's costs; None = can't. needs:
+    of a method's drafter. price: where the policy says what a further token of a method's chains costs; None = nowhere.
     """
 
     num_speculative_tokens: int
     options: Mapping[str, Any] = field(default_factory=dict)
     longest: int | None = None
     costs: Callable[[], StepCosts | None] = lambda: None
-    trees: Callable[[str], tuple[int, int] | None] = lambda method: None
-    look_ahead_rows: Callable[[str], int] = lambda method: 0
-    selects: Callable[[str], bool] = lambda method: False
+    needs: Callable[[str], DrafterNeeds] = lambda method: DrafterNeeds()
     price: Callable[[str], DraftPrice | None] = lambda method: None
 
 

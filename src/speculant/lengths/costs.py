@@ -138,9 +138,6 @@ class KeyCosts(NamedTuple):
     further: float = 0.0
 
 
-NO_KEY_COSTS = KeyCosts()
-
-
 class AttentionSeconds(NamedTuple):
     """The seconds that attention adds to a pass after its sequences' texts: without drafts, and for each node."""
 
@@ -184,7 +181,7 @@ class StepCosts:
 
     passes: CostCurve
     drafts: dict[str, dict[int, CostCurve]] = field(default_factory=dict)
-    keys: KeyCosts = NO_KEY_COSTS
+    keys: KeyCosts = field(default=KeyCosts())
     readings: Mapping[str, Reading] = field(default_factory=dict)
     share: float = 0.0
     compared: int = 0

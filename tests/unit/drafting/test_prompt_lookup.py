@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from speculant.drafting import LONGEST_SCORED, DrafterContext, LookupDrafter, LookupOptions, NgramDrafter, RecentMatches
+from speculant.drafting import (
+    LONGEST_SCORED,
+    DrafterContext,
+    LookupDrafter,
+    LookupOptions,
+    NgramDrafter,
+    RecentMatches,
+    SequenceReader,
+    open_reader,
+)
 from speculant.drafting.lookup import ngram, prompt_lookup
 from speculant.errors import ConfigError
+from speculant.kernels import open_matches
 from tests.examples import examples
 from tests.fakes import drafter_context
 from tests.models import make_request
+from tests.small_models import NATIVE
+
+Reader = Callable[[LookupOptions], SequenceReader]
 
 
 def context(options: Mapping[str, Any]) -> DrafterContext:
@@ -34,7 +47,15 @@ def search(tokens: list[int], options: LookupOptions, limit: int) -> list[int]:
     return []
 
 
-def drafted(matches: RecentMatches, limit: int) -> list[int]:
+@pytest.fixture(
+    scope="module", params=[RecentMatches, pytest.param(open_reader, marks=NATIVE)], ids=["reference", "native"]
+)
+def reader(request: pytest.FixtureRequest) -> Reader:
+    made: Reader = request.param
+    return made
+
+
+def drafted(matches: SequenceReader, limit: int) -> list[int]:
     return matches.draft(limit).token_list
 
 
@@ -46,9 +67,11 @@ def drafted(matches: RecentMatches, limit: int) -> list[int]:
     further=st.integers(0, 4),
     limit=st.integers(1, 6),
 )
-def test_lookup_equals_a_search(chunks: list[list[int]], shortest: int, further: int, limit: int) -> None:
+def test_lookup_equals_a_search(
+    reader: Reader, chunks: list[list[int]], shortest: int, further: int, limit: int
+) -> None:
     options = LookupOptions(shortest + further, shortest)
-    matches, tokens = RecentMatches(options), list[int]()
+    matches, tokens = reader(options), list[int]()
     for chunk in chunks:
         matches.update(chunk)
         tokens += chunk
@@ -56,36 +79,36 @@ def test_lookup_equals_a_search(chunks: list[list[int]], shortest: int, further:
         assert matches.seen == len(tokens)
 
 
-def test_lookup_takes_the_longest_match() -> None:
-    matches = RecentMatches(LookupOptions())
+def test_lookup_takes_the_longest_match(reader: Reader) -> None:
+    matches = reader(LookupOptions())
     matches.update([1, 2, 3, 7, 9, 3, 8, 1, 2, 3])
     assert drafted(matches, 2) == [7, 9]  # behind 1 2 3, though 3 8 is later
 
 
-def test_lookup_takes_the_latest_of_equal_matches() -> None:
-    matches = RecentMatches(LookupOptions())
+def test_lookup_takes_the_latest_of_equal_matches(reader: Reader) -> None:
+    matches = reader(LookupOptions())
     matches.update([5, 6, 1, 5, 6, 2, 0, 5, 6])
     assert drafted(matches, 1) == [2]
 
 
-def test_lookup_goes_on_with_its_own_copy() -> None:
-    matches = RecentMatches(LookupOptions())
+def test_lookup_goes_on_with_its_own_copy(reader: Reader) -> None:
+    matches = reader(LookupOptions())
     matches.update([1, 2, 3, 1, 2, 3])
     assert drafted(matches, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
-def test_lookup_matches_keep_to_the_shortest_length() -> None:
-    matches = RecentMatches(LookupOptions(4, 2))
+def test_lookup_matches_keep_to_the_shortest_length(reader: Reader) -> None:
+    matches = reader(LookupOptions(4, 2))
     matches.update([1, 2, 9, 2])
     assert drafted(matches, 3) == []
     matches.update([9, 2])
     assert drafted(matches, 2) == [9, 2]
 
 
-def test_lookup_scores_grow_with_the_match() -> None:
+def test_lookup_scores_grow_with_the_match(reader: Reader) -> None:
     scores = []
     for length in range(1, LONGEST_SCORED + 8):
-        matches = RecentMatches(LookupOptions())
+        matches = reader(LookupOptions())
         matches.update([99, *range(length), 50, 98, *range(length)])
         tree = matches.draft(2)
         assert tree.token_list == [50, 98]
@@ -110,6 +133,18 @@ def test_lookup_memory_is_bounded(text: list[int]) -> None:
     tracemalloc.stop()
     assert taken <= 220 * len(text)
     assert sum(len(table) for _, table in matches._tables) <= len(text)
+
+
+@NATIVE
+@pytest.mark.parametrize(
+    "text", [list(range(20_000)), [*range(2500)] * 8, [i * i % 1999 for i in range(20_000)], [0] * 20_000]
+)
+def test_native_lookup_takes_little_memory(text: list[int]) -> None:
+    tables = open_matches(1, 8, LONGEST_SCORED)
+    assert tables is not None
+    for end in range(1, len(text), 1499):
+        tables.look_up([(tables, text[max(0, end - 1499) : end], (), 0)])
+        assert tables.num_bytes <= 30 * end + 400
 
 
 @pytest.mark.parametrize("values", [{"prompt_lookup_min": 0}, {"prompt_lookup_max": 0}, {"prompt_lookup_min": 9}])

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from speculant.drafting import Drafter, RecyclingOptions, SequenceReader, TokenRecycling, copy_of
 from speculant.drafting.lookup import ngram, reading, suffix
+from speculant.kernels import SuffixAutomaton
 from speculant.types import Request
+from tests.examples import examples
 from tests.models import VOCAB_SIZE, make_request
+from tests.small_models import NATIVE
 
 TEXT = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 4, 1, 2]
 READERS: dict[str, Callable[[], SequenceReader]] = {
     "ngram": lambda: ngram.Predictor(ngram.NgramOptions()),
     "recent match": lambda: reading.RecentMatches(reading.LookupOptions()),
+    "native match": lambda: reading.open_reader(reading.LookupOptions()),
     "suffix": lambda: suffix.SuffixDrafter(suffix.SuffixOptions())._make(make_request([1])),
 }
 
@@ -90,3 +96,61 @@ def test_copies_of_requests_have_their_source() -> None:
     """The inner drafter of a cascade copies from it too."""
     request = make_request([0], [31], source=tuple(SOURCE))
     assert copy_of(request).source == request.source
+
+
+MOST_TOKEN = 2**31 - 1
+PAIRS: dict[str, tuple[Callable[[], Drafter], Callable[[], Drafter]]] = {
+    "prompt lookup": (
+        lambda: reading.LookupDrafter(reading.LookupOptions(4, 2)),
+        lambda: reading.ReadingDrafter(lambda request: reading.RecentMatches(reading.LookupOptions(4, 2))),
+    ),
+    "suffix": (
+        lambda: suffix.SuffixDrafter(suffix.SuffixOptions(suffix_decoding_max_tree_depth=6)),
+        lambda: suffix.SuffixDrafter(suffix.SuffixOptions(suffix_decoding_max_tree_depth=6), SuffixAutomaton),
+    ),
+}
+some_tokens = st.lists(st.sampled_from([0, 1, 2, 5000, MOST_TOKEN]), max_size=40)
+parts = st.tuples(
+    some_tokens, some_tokens, st.integers(0, 6)
+)  # committed and drafted tokens of a sequence, and a limit
+
+
+@NATIVE
+@pytest.mark.parametrize("name", PAIRS)
+@settings(max_examples=examples(200))
+@given(
+    source=some_tokens,
+    steps=st.lists(
+        st.lists(st.tuples(some_tokens, some_tokens, st.integers(0, 6)), min_size=3, max_size=3), max_size=6
+    ),
+)
+def test_drafts_of_a_batch_are_those_of_the_reference_and_alone(
+    name: str, source: list[int], steps: list[list[tuple[list[int], list[int], int]]]
+) -> None:
+    """Each sequence may have drafted tokens at its end."""
+    drafters = [make() for make in (*PAIRS[name], PAIRS[name][0])]
+    requests = [make_request([0], seq_id=number, source=tuple(source) if number else ()) for number in range(3)]
+    for drafter, request in product(drafters, requests):
+        drafter.begin(request)
+    for step in steps:
+        for request, (tokens, ahead, _) in zip(requests, step, strict=True):
+            request.extend([*tokens, *ahead])
+            request.num_drafted = len(ahead)
+        limits = [limit for *_, limit in step]
+        together = [drafter.propose(requests, limits) for drafter in drafters[:2]]
+        alone = [drafters[2].propose([each], [limit])[0] for each, limit in zip(requests, limits, strict=True)]
+        for native, reference, own in zip(*together, alone, strict=True):
+            assert native.token_list == reference.token_list == own.token_list
+            assert native.scores == reference.scores == own.scores
+        for request, (_, ahead, _) in zip(requests, step, strict=True):
+            request.shorten(len(request.tokens) - len(ahead))
+            request.num_drafted = 0
+
+
+@NATIVE
+@pytest.mark.parametrize("name", PAIRS)
+def test_native_readers_take_any_ids(name: str) -> None:
+    drafter, text = PAIRS[name][0](), [-1, -(2**31), 2**40 - 1, -(2**62), 7, 8] * 3
+    request = make_request(text)
+    drafter.begin(request)
+    assert len(copied(drafter, request)) == 3

@@ -14,7 +14,7 @@ from speculant.engine import Decision, TargetOutput, verify
 from speculant.errors import SpeculantError
 from speculant.kernels import REFERENCE, NativeSampler, Sampler, open_kernels
 from speculant.params import SamplingParams
-from speculant.sampling import Chance, KeyedChances
+from speculant.sampling import Chance, KeyedChances, distribution
 from speculant.scheduling import Scheduled
 from speculant.types import DraftRules, DraftTree, Verdict
 from speculant.verification import Match, Verifier, checked_verifiers
@@ -102,3 +102,18 @@ def test_verdicts_are_those_of_single_draws(batch: str, sampler: Sampler, passes
         lengths |= {len(each.path) if isinstance(each, Verdict) else each for each in at_once.values()}
     assert len([each for each in lengths if isinstance(each, str)]) == 2, "both errors occur"
     assert batch == "unseeded" or max(each for each in lengths if isinstance(each, int)) >= 2
+
+
+@pytest.mark.parametrize(("output", "edits"), [((), {}), ((3, 4), {}), ((3, 4), {"logit_bias": {2: 0.5}})])
+def test_greedy_rows_make_no_distribution_after_min_tokens(
+    monkeypatch: pytest.MonkeyPatch, output: tuple[int, ...], edits: dict[str, dict[int, float]]
+) -> None:
+    made = list[int]()
+    name = "speculant.engine.runner.distribution"
+    monkeypatch.setattr(name, lambda logits, *rest: made.append(1) or distribution(logits, *rest))
+    params = SamplingParams(temperature=0, min_tokens=2, **edits)  # type: ignore[arg-type]
+    item, logits = Scheduled(make_request([1, 2], output, params=params), 1, 1), torch.eye(VOCAB_SIZE)[5:6]
+    outputs = [TargetOutput(item, DraftTree.empty(), logits, None, nodes=(-1,))]
+    decisions = verify(outputs, logits, checked_verifiers({"match": Match()}), KeyedChances(), REFERENCE)
+    assert decisions == {item.request.seq_id: Verdict((), 5)}
+    assert bool(made) == (not output or bool(edits))

@@ -54,6 +54,10 @@ def make_machines() -> list[Machine]:
     found += of_group("wrong costs", grid(errors=errors, alpha=(0.55, 0.8)), token=0.15)
     drifts = [(1.6, 1.0), (1.0, 2.5), (1.0, 0.4), (0.6, 1.0)]
     found += of_group("drifting costs", grid(drifts=drifts, jumps=(False, True)), token=0.15, tokens=1600)
+    ends = grid(alpha=(0.3, 0.55, 0.75, 0.9), token=(0.1, 0.25))
+    found += of_group("chains that end", [*ends, {"alpha": 0.75, **EIGHT}], ends=True, knee=4)
+    decays = grid(decay=(0.6, 0.8), alpha=(0.6, 0.9), token=(0.03, 0.1))
+    found += of_group("decaying acceptance", decays, tokens=1500)
     switches = [(0.9, 0.1), (0.7, 0.4), (0.1, 0.9)]
     texts = [{"alpha": first, "other": other, "switch": length} for first, other in switches for length in (60, 200)]
     found += of_group("switching text", [*texts, {"alpha": 0.9, "other": 0.1, "switch": 750}], tokens=1500)
@@ -110,7 +114,8 @@ class PolicyScore:
 
 def judge(machine: Machine, build: Callable[[DraftLengthContext], DraftLength]) -> PolicyScore:
     """Run a policy on a machine beside every fixed choice."""
-    choices, own = fixed_choices(machine.method), run(machine, build(context_of(machine)))
+    context, choices = context_of(machine), fixed_choices(machine.method, machine.ends)
+    own = run(machine, build(context), context.price("model"))
     fixed = [fixed_run(machine, choice) for choice in choices]
     steps, last = len(own.tokens), min(each.tokens[-1] for each in [own, *fixed])
     start = FIRST_TOKENS * machine.sequences

@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 from speculant.lengths import ROWS
 
 MOST = 16  # nodes of a draft
+ENDS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7)
 SOME_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 FIRST_TOKENS, FIRST_STEPS = 64, 200  # tokens of each sequence that a policy may lose, and steps that it may learn in
 FURTHER = 0.25  # time of a key in each further row of a sequence, as a share of that in its first row
 PASSAGE = 24  # tokens of a text that a lookup finds, or not
 STRAY, STRAY_NODES, STRAY_ALPHA, COPIED_ALPHA = 0.3, 4, 0.25, 0.95  # of other passages, lookups find this in a share
 BURST_STEPS = 10
+MODESTY = 1.3  # exponent: of Qwen2.5-Coder's 0.5B for its 1.5B, 0.78 are accepted at a mean score of 0.73
 Array = NDArray[Any]
 Count = Any  # an int, or an array with one for each step
 
@@ -63,9 +65,10 @@ class Machine:
     noise: of the clock's logarithm. bursts: the share of steps in which all takes 1.5 to 4 times as long.
     drifts: of passes and drafts at the end, little by little or, if it `jumps`, from the middle on.
     alpha: of a draft's first token, `decay` times this of each next one; in every other passage of `switch` tokens,
-    `other`. spread: standard deviation over requests. copied: share of passages that a lookup finds; vain: the same in
-    scores that are too high. request: tokens of each; None = one request lasts. tokens: of the run, for each sequence.
-    errors: of the costs of passes and drafts as the policy knows them at first.
+    `other`. spread: standard deviation over requests. ends: each token has an alpha of its own around this one, which
+    the model's scores tell, so that chains may end by them. copied: share of passages that a lookup finds; vain: the
+    same in scores that are too high. request: tokens of each; None = one request lasts. tokens: of the run, for each
+    sequence. errors: of the costs of passes and drafts as the policy knows them at first.
     """
 
     group: str
@@ -95,6 +98,7 @@ class Machine:
     switch: int | None = None
     decay: float = 1.0
     spread: float = 0.0
+    ends: bool = False
     copied: float = 0.5
     vain: float = 0.0
     prompt: int = 32
@@ -147,17 +151,20 @@ class Texts:
         offsets = np.arange(count)[:, None] * length // count if machine.request else np.zeros((count, 1), int)
         number, place = np.divmod(places + offsets, length)  # requests do not end all at once
         own = machine.alpha + machine.spread * rng.standard_normal((count, number.max() + 1))
-        alpha = np.take_along_axis(own, number, 1)
+        alpha = np.clip(np.take_along_axis(own, number, 1), 0.01, 0.99)
         if machine.switch is not None:
             phases = rng.integers(0, 2 * machine.switch, (count, 1)) if count > 1 else 0
             alpha = np.where((places + phases) // machine.switch % 2, machine.other, alpha)
+        if machine.ends:
+            alpha = rng.beta(2 * alpha, 2 * (1 - alpha))
+        self.sure = alpha**MODESTY
         kinds = rng.random((count, 1 + size // PASSAGE + 1))[:, places // PASSAGE]
         copied, stray = kinds < machine.copied, kinds > 1 - STRAY * (1 - machine.copied)
         found_alpha = COPIED_ALPHA * copied + STRAY_ALPHA * stray
         self.begins = ((place == 0) | (places == 0))[:, :size]
         self.room = np.where(self.begins, 0, np.minimum(MOST, length - place - 1)[:, :size])
         chances = rng.random((count, size + MOST))
-        self.kept = np.minimum(self.room, _runs(chances, np.minimum(alpha, 0.99), machine.decay))
+        self.kept = np.minimum(self.room, _runs(chances, alpha, machine.decay))
         self.found = np.minimum(self.room, (MOST * copied + STRAY_NODES * stray)[:, :size])
         self.found_kept = np.minimum(self.found, _runs(chances, found_alpha, 1.0))
         self.scores = np.clip(found_alpha + machine.vain + 0.05 * rng.standard_normal(chances.shape), 0.02, 0.98)
@@ -197,8 +204,21 @@ class Run:
         return float(ended - begun)
 
 
+def drawn(sure: Array, least: float) -> Array:
+    """Return for each position how many tokens are drawn until their chances together are below `least`."""
+    size = sure.shape[1] - MOST
+    path, found = np.ones((len(sure), size)), np.zeros((len(sure), size), int)
+    for depth in range(MOST):
+        found += path >= least
+        path *= sure[:, depth : depth + size]
+    return found
+
+
 class FixedChoice(NamedTuple):
-    """Lengths that never change: of the model's drafts, and of lookups whose first score is at least `least`."""
+    """Lengths that never change: of the model's drafts, and of lookups whose first score is at least `least`.
+
+    Without lookups, least is the chance below which the model's chains end.
+    """
 
     length: int
     lookup: int = 0
@@ -208,10 +228,10 @@ class FixedChoice(NamedTuple):
 PLAIN = FixedChoice(0)
 
 
-def fixed_choices(method: str) -> list[FixedChoice]:
-    """Return the choices that a policy is compared with, plain decoding first."""
+def fixed_choices(method: str, ends: bool = False) -> list[FixedChoice]:
+    """Return the choices that a policy is compared with, plain decoding first. ends: see `Machine`."""
     if method == "model":
-        return [FixedChoice(length) for length in range(MOST + 1)]
+        return [FixedChoice(length, 0, least) for least in (ENDS if ends else ENDS[:1]) for length in range(MOST + 1)]
     lengths, lookups = ((0,), range(1, MOST + 1)) if method == "lookup" else (SOME_LENGTHS, SOME_LENGTHS[-3:])
     looked_up = product(lengths, lookups, (0.0, 0.5, 0.8))
     return [*map(FixedChoice, lengths), *map(FixedChoice._make, looked_up)]
@@ -221,7 +241,8 @@ def fixed_run(machine: Machine, choice: FixedChoice) -> Run:
     """Return the run of a choice."""
     texts, size = machine.texts, machine.texts.room.shape[1]
     looked_up = (texts.found > 0) & (texts.scores[:, :size] >= choice.least) & (choice.lookup > 0)
-    most = np.where(looked_up, np.minimum(texts.found, choice.lookup), np.minimum(texts.room, choice.length))
+    room = np.minimum(texts.room, drawn(texts.sure, choice.least)) if machine.ends else texts.room
+    most = np.where(looked_up, np.minimum(texts.found, choice.lookup), np.minimum(room, choice.length))
     gains = 1 + np.minimum(most, np.where(looked_up, texts.found_kept, texts.kept))
     paths = [_path(own) for own in gains.tolist()]
     steps = min(map(len, paths)) - 1

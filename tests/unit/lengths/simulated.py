@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
+from speculant.drafting import DrafterNeeds
 from speculant.lengths import (
     DEPTHS,
     ROWS,
@@ -28,7 +31,7 @@ from speculant.lengths import (
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
 from speculant.scheduling import Schedule, Scheduled
-from speculant.types import DraftTree, Request
+from speculant.types import DraftPrice, DraftTree, Request
 from tests.models import make_request
 from tests.simulation import outcome_of
 from tests.unit.lengths.machines import FURTHER, MOST, Machine, Run, Work
@@ -51,12 +54,13 @@ def context_of(machine: Machine) -> DraftLengthContext:
     keys = KeyCosts(machine.key / machine.cache, FURTHER * machine.key / machine.cache)
     readings = {} if machine.method == "lookup" else {machine.method: Reading(machine.read * machine.floor_s, 0.0)}
     costs = StepCosts(CostCurve(passes), {machine.method: curves}, keys=keys, readings=readings)
-    return DraftLengthContext(8, costs=lambda: costs, selects=lambda method: machine.method == "both")
+    needs, price = DrafterNeeds(selects=machine.method == "both", stops=machine.ends), DraftPrice()
+    return DraftLengthContext(8, costs=lambda: costs, needs=lambda method: needs, price=lambda method: price)
 
 
-def run(machine: Machine, policy: DraftLength) -> Run:
-    """Drive a policy through a machine's run."""
-    simulated = SimulatedEngine(machine, policy)
+def run(machine: Machine, policy: DraftLength, price: DraftPrice | None = None) -> Run:
+    """Drive a policy through a machine's run; price: of its chains."""
+    simulated = SimulatedEngine(machine, policy, price or DraftPrice())
     with patch.object(time, "perf_counter", lambda: simulated.clock):
         while not simulated.is_over:
             simulated.step()
@@ -66,7 +70,8 @@ def run(machine: Machine, policy: DraftLength) -> Run:
 class SimulatedEngine:
     """An engine whose passes and drafts take the machine's time, by the order of calls in `engine.step`."""
 
-    def __init__(self, machine: Machine, policy: DraftLength) -> None:
+    def __init__(self, machine: Machine, policy: DraftLength, price: DraftPrice) -> None:
+        self._price = price
         self._machine, self._policy, self._length = machine, policy, GuardedLength(policy)
         self._texts = machine.texts.lists
         self._at, self._requests = [0] * machine.sequences, [None] * machine.sequences
@@ -139,6 +144,8 @@ class SimulatedEngine:
 
     def _drafts(self, requests: Sequence[Request], limits: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return the nodes of each draft, and of those that the model makes."""
+        if self._machine.ends:
+            limits = [min(pair) for pair in zip(limits, self._ends(limits), strict=True)]
         if self._machine.method == "model":
             return list(limits), list(limits)
         trees, by_model = list[DraftTree](), list[int]()
@@ -156,6 +163,14 @@ class SimulatedEngine:
             trees = self._length.trim(requests, trees)
             self._count_call(True)
         return [tree.size for tree in trees], by_model
+
+    def _ends(self, limits: Sequence[int]) -> list[int]:
+        """Return how many tokens of each chain are drawn."""
+        found = list[int]()
+        for at, sure, limit in zip(self._at, self._texts.sure, limits, strict=True):
+            paths = accumulate(sure[at : at + limit - 1], mul)
+            found.append(1 + sum(path >= self._price.least for path in paths))
+        return found
 
     def _unread(self, request: Request) -> int:
         """Return how many tokens the drafter's model reads before it drafts; those of its last draft are known."""

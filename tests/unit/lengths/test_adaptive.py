@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from speculant.drafting import DrafterNeeds
 from speculant.lengths import (
     Adaptive,
     CostCurve,
@@ -63,9 +64,8 @@ class Setting:
         return Adaptive(
             16,
             costs,
-            look_ahead_rows=lambda method: self.look_ahead_rows,
-            selects=lambda method: selects,
-            price=lambda method: price,
+            lambda method: DrafterNeeds(target_inputs=self.look_ahead_rows, selects=selects, stops=price is not None),
+            lambda method: price,
         )
 
 
@@ -272,7 +272,7 @@ def test_a_method_with_trees_is_tried_with_whole_trees(monkeypatch: pytest.Monke
     useless, chosen = Setting(lambda place: 0.0, 0.03), set[int]()
     drafts = {1: CostCurve({depth: depth * useless.token_s for depth in DEPTHS})}
     costs = StepCosts(CostCurve({rows: pass_s(rows) for rows in ROWS}), {"some": drafts})
-    policy = Adaptive(None, costs, trees=lambda method: (6, 2))
+    policy = Adaptive(None, costs, lambda method: DrafterNeeds(usual_nodes=6, tree_depth=2))
     choose = policy.choose
     monkeypatch.setattr(policy, "choose", lambda schedule: [chosen.add(n) or n for n in choose(schedule)])  # type: ignore[func-returns-value]
     plain = useless.world().run(Fixed(0), 1, STEPS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from speculant.drafting import DrafterNeeds
 from speculant.lengths import Adaptive, Backlogs, CostCurve, DraftOutcome, Reading, ScoredDraft, StepCosts
 from speculant.metrics import StepTiming
 from speculant.params import SamplingParams
@@ -78,7 +79,7 @@ def test_a_long_prompt_keeps_no_neighbour_from_drafting() -> None:
 
 def test_a_draft_that_was_looked_up_reads_nothing() -> None:
     """A method may look drafts up first and ask a model then: only the model's drafts show that it has read a text."""
-    policy, request = Adaptive(None, costs(), selects=lambda method: True), request_of(4000, 50)
+    policy, request = Adaptive(None, costs(), lambda method: DrafterNeeds(selects=True)), request_of(4000, 50)
     chosen(policy, request)
     assert policy.trim([ScoredDraft(request, [0.9], [-1])]) == [1]
     policy.observe([DraftOutcome(request, [1], [1], [1], (0,))], TIMING)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from itertools import accumulate, product
 from operator import mul
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from speculant.lengths import Array, Offers, choose_jointly, choose_scored
+from speculant.lengths import Offers, choose_jointly, choose_scored
 
 DEPTH = 3
 
@@ -17,7 +19,7 @@ def survivals_of(rng: np.random.Generator, sequences: int) -> list[list[float]]:
     return [list(accumulate(rng.uniform(0.1, 1.0, DEPTH), mul)) for _ in range(sequences)]
 
 
-def rate_of(counts: tuple[int, ...], survivals: list[list[float]], seconds: Array) -> float:
+def rate_of(counts: tuple[int, ...], survivals: list[list[float]], seconds: NDArray[np.float64]) -> float:
     gain = sum(sum(own[:count]) for own, count in zip(survivals, counts, strict=True))
     return float((len(counts) + gain) / seconds[sum(counts), sum(map(bool, counts)), max(counts)])
 
@@ -41,7 +43,7 @@ def test_no_choice_is_faster(sequences: int, seed: int) -> None:
 
 
 def test_drafts_that_gain_nothing_are_not_made() -> None:
-    def seconds(nodes: Array, sequences: Array, depth: Array) -> Array:
+    def seconds(nodes: NDArray[Any], sequences: NDArray[Any], depth: NDArray[Any]) -> NDArray[Any]:
         return 1.0 + 0.5 * nodes
 
     offers = Offers.of([[0.52]])

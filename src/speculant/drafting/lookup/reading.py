@@ -9,14 +9,16 @@ steps without a draft. It reads the source of an encoder-decoder model first, be
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import starmap
+from typing import Protocol, cast
 
 from typing_extensions import override
 
 from speculant.drafting.base import StatelessDrafter
 from speculant.errors import ConfigError
+from speculant.kernels import MatchQuery, NativeMatches, open_matches
 from speculant.types import DraftTree, Request
 
 
@@ -34,6 +36,10 @@ class SequenceReader(Protocol):
         ...
 
 
+# A reader, the tokens that it reads, those ahead of them, which it does not read, and the most tokens of its draft.
+Reading = tuple[SequenceReader, Sequence[int], Sequence[int], int]
+
+
 class ReadingDrafter(StatelessDrafter):
     """One `SequenceReader` per sequence, made by `make`. Beam searches get no drafts."""
 
@@ -47,7 +53,17 @@ class ReadingDrafter(StatelessDrafter):
 
     @override
     def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[DraftTree]:
-        return [self._propose_one(request, limit) for request, limit in zip(requests, limits, strict=True)]
+        pairs = zip(requests, limits, strict=True)
+        readings = [self._reading(request, limit) for request, limit in pairs if limit]
+        drafts, empty = iter(self.draft(readings) if readings else ()), DraftTree.empty()
+        return [next(drafts) if limit else empty for limit in limits]
+
+    def draft(self, readings: Sequence[Reading]) -> Iterable[DraftTree]:
+        """Read and draft; for readers that do it together."""
+        for reader, unread, ahead, limit in readings:
+            if unread:
+                reader.update(unread)
+            yield reader.draft(limit, ahead)
 
     @override
     def roll_back(self, request: Request, dropped: Sequence[int]) -> None:
@@ -57,17 +73,12 @@ class ReadingDrafter(StatelessDrafter):
     def end(self, request: Request) -> None:
         self._readers.pop(request.seq_id, None)
 
-    def _propose_one(self, request: Request, limit: int) -> DraftTree:
-        if limit == 0:
-            return DraftTree.empty()
-        committed = len(request.tokens) - request.num_drafted
-        reader = self._readers[request.seq_id]
-        if request.source and not reader.seen:
-            reader.update(request.source)
+    def _reading(self, request: Request, limit: int) -> Reading:
+        reader, tokens, committed = self._readers[request.seq_id], request.tokens, len(request.tokens)
+        committed -= request.num_drafted
         first = reader.seen - len(request.source)
-        if committed > first:
-            reader.update(request.tokens[first:committed])
-        return reader.draft(limit, request.tokens[committed:])
+        unread = tokens[first:committed] if first >= 0 else [*request.source, *tokens[:committed]]
+        return reader, unread, tokens[committed:] if request.num_drafted else (), limit
 
 
 def match_score(length: int) -> float:
@@ -148,12 +159,10 @@ class RecentMatches(SequenceReader):
 
     def _copied(self, limit: int) -> DraftTree:
         place, length = self._find()
-        if length == 0:
-            return DraftTree.empty()
-        copied, period = self._tokens[place : place + limit], len(self._tokens) - place
-        while len(copied) < limit:
+        copied, period = self._tokens[place : place + limit] if length else [], len(self._tokens) - place
+        while copied and len(copied) < limit:
             copied.append(copied[-period])
-        return DraftTree.chain(copied, scores=match_scores(length, limit))
+        return copy_draft(copied, length)
 
     def _enter(self, place: int) -> None:
         """Enter a place as the latest; each one whose entry is taken moves on to the next table."""
@@ -189,8 +198,49 @@ class RecentMatches(SequenceReader):
         return bytes(self._packed[TOKEN_BYTES * (place - length) : TOKEN_BYTES * place])
 
 
+class NativeReader(SequenceReader):
+    """`RecentMatches` in the native library, at 30 bytes for each token."""
+
+    def __init__(self, matches: NativeMatches) -> None:
+        self._matches, self.seen = matches, 0
+
+    @override
+    def update(self, tokens: Sequence[int]) -> None:
+        self._matches.look_up([self.query(tokens, (), 0)])
+
+    @override
+    def draft(self, limit: int, ahead: Sequence[int] = ()) -> DraftTree:
+        return copy_draft(*self._matches.look_up([self.query((), ahead, limit)])[0])
+
+    def query(self, unread: Sequence[int], ahead: Sequence[int], limit: int) -> MatchQuery:
+        """Return the question for the next tokens; whoever asks it reads the unread ones."""
+        self.seen += len(unread)
+        return self._matches, unread, ahead, limit
+
+
+def copy_draft(tokens: list[int], length: int) -> DraftTree:
+    """Return the draft of tokens that were copied from behind a match of a length; an empty one of none."""
+    return DraftTree.chain(tokens, scores=match_scores(length, len(tokens))) if tokens else DraftTree.empty()
+
+
 class LookupDrafter(ReadingDrafter):
     """Copies the tokens after the longest match of the text's end; the latest of equal matches counts."""
 
     def __init__(self, options: LookupOptions) -> None:
-        super().__init__(lambda request: RecentMatches(options))
+        super().__init__(lambda request: open_reader(options))
+
+    @override
+    def draft(self, readings: Sequence[Reading]) -> Iterable[DraftTree]:
+        """Look all of them up at once, in native tables."""
+        if not isinstance(readings[0][0], NativeReader):
+            return super().draft(readings)
+        queries = list[MatchQuery]()
+        for reader, unread, ahead, limit in readings:
+            queries.append(cast(NativeReader, reader).query(unread, ahead, limit))
+        return starmap(copy_draft, queries[0][0].look_up(queries))
+
+
+def open_reader(options: LookupOptions) -> SequenceReader:
+    """Return the reader of an empty text."""
+    native = open_matches(options.prompt_lookup_min, options.prompt_lookup_max, LONGEST_SCORED)
+    return RecentMatches(options) if native is None else NativeReader(native)
