@@ -2,6 +2,8 @@
 // order unless a comment says otherwise. All but those of SP_ZERO4 and SP_ZERO8 are GGUF's; these two have a float16 scale, a zero of 8 bits,
 // and integers as in Q4_0, or one in each byte.
 #pragma once
+#include <type_traits>
+
 #include "groups.h"
 
 namespace SP_NAMESPACE {
@@ -127,21 +129,46 @@ static void pack_blocks(const void *blocks, int64_t n, int64_t k, int64_t panel,
       }
 }
 
-static void pack_any_blocks(int type, const void *blocks, int64_t n, int64_t k, int64_t panel, char *packed) {
+// Call work(a std::integral_constant) with a type of blocks.
+template <typename Work>
+static void with_type(int type, Work work) {
   switch (type) {
-    case SP_Q8_0: return pack_blocks<SP_Q8_0>(blocks, n, k, panel, packed);
-    case SP_Q4_0: return pack_blocks<SP_Q4_0>(blocks, n, k, panel, packed);
-    case SP_Q4_1: return pack_blocks<SP_Q4_1>(blocks, n, k, panel, packed);
-    case SP_Q5_0: return pack_blocks<SP_Q5_0>(blocks, n, k, panel, packed);
-    case SP_Q5_1: return pack_blocks<SP_Q5_1>(blocks, n, k, panel, packed);
-    case SP_Q4_K: return pack_blocks<SP_Q4_K>(blocks, n, k, panel, packed);
-    case SP_Q5_K: return pack_blocks<SP_Q5_K>(blocks, n, k, panel, packed);
-    case SP_Q6_K: return pack_blocks<SP_Q6_K>(blocks, n, k, panel, packed);
-    case SP_IQ4_NL: return pack_blocks<SP_IQ4_NL>(blocks, n, k, panel, packed);
-    case SP_MXFP4: return pack_blocks<SP_MXFP4>(blocks, n, k, panel, packed);
-    case SP_ZERO4: return pack_blocks<SP_ZERO4>(blocks, n, k, panel, packed);
-    case SP_ZERO8: return pack_blocks<SP_ZERO8>(blocks, n, k, panel, packed);
+#define SP_CASE(TYPE) case TYPE: return work(std::integral_constant<int, TYPE>());
+    SP_CASE(SP_Q8_0) SP_CASE(SP_Q4_0) SP_CASE(SP_Q4_1) SP_CASE(SP_Q5_0) SP_CASE(SP_Q5_1) SP_CASE(SP_Q4_K) SP_CASE(SP_Q5_K) SP_CASE(SP_Q6_K)
+    SP_CASE(SP_IQ4_NL) SP_CASE(SP_MXFP4) SP_CASE(SP_ZERO4) SP_CASE(SP_ZERO8)
+#undef SP_CASE
   }
+}
+
+static void pack_any_blocks(int type, const void *blocks, int64_t n, int64_t k, int64_t panel, char *packed) {
+  with_type(type, [&](auto of) { pack_blocks<of.value>(blocks, n, k, panel, packed); });
+}
+
+// Decode a row of blocks to k numbers of SP_F32 or SP_BF16.
+template <int TYPE>
+static void decode_blocks(const uint8_t *row, int64_t k, int target, void *out) {
+  constexpr Form FORM = form_of(TYPE);
+  for (int64_t g = 0; g < groups_of(k); g++) {
+    Group group;
+    float values[GROUP];
+    read_block(TYPE, row, g, group);
+    decode_group(FORM, group, 0.0f, values);
+    const int64_t first = g * GROUP, some = k - first < GROUP ? k - first : GROUP;
+    if (target == SP_F32)
+      memcpy((float *)out + first, values, some * sizeof(float));
+    else
+      for (int64_t j = 0; j < some; j++) ((uint16_t *)out)[first + j] = to_bf16(values[j]);
+  }
+}
+
+// The numbers [n, k] of rows of blocks.
+static void decode_rows(int type, const void *blocks, int64_t n, int64_t k, int target, void *out, int threads) {
+  const int64_t row_bytes = blocks_of(type, k) * block_bytes(type), size = k * (target == SP_F32 ? 4 : 2);
+  with_type(type, [&](auto of) {
+    share_out(n, threads, [&](int64_t row) {
+      decode_blocks<of.value>((const uint8_t *)blocks + row * row_bytes, k, target, (char *)out + row * size);
+    });
+  });
 }
 
 }  // namespace SP_NAMESPACE

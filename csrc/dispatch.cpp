@@ -45,7 +45,7 @@ extern "C" {
 
 int64_t sp_group_streams = fastest_streams();
 
-int sp_version(void) { return 28; }
+int sp_version(void) { return 29; }
 
 const char *sp_name(int set) { return 0 <= set && set < NUM_SETS ? SETS[set].name : nullptr; }
 
@@ -59,6 +59,10 @@ void sp_pack(int set, int threads, int type, int source, const void *weight, int
 
 void sp_round(int set, int threads, int type, int source, const void *weights, int64_t n, int64_t k, void *blocks) {
   SETS[set].table->round(type, source, weights, n, k, (uint8_t *)blocks, threads);
+}
+
+void sp_decode(int set, int threads, int type, const void *blocks, int64_t n, int64_t k, int target, void *out) {
+  SETS[set].table->decode(type, blocks, n, k, target, out, threads);
 }
 
 int64_t sp_index_panels(int set, int threads, int64_t panels, int64_t k, const void *plain, void *index, int64_t data) {

@@ -245,7 +245,7 @@ static void get_group(const GroupLayout &at, const char *packed, int64_t g, int6
 static inline float power_scale(uint16_t exponent) { return from_bits((exponent / 2 + 63u) << 23) * from_bits((exponent - exponent / 2 + 63u) << 23); }
 
 // The weights of a group. The format defines the order of the operations.
-static void decode_group(const Form &form, const Group &group, float row_scale, float *out) {
+static inline __attribute__((always_inline)) void decode_group(const Form &form, const Group &group, float row_scale, float *out) {
   for (int64_t j = 0; j < GROUP; j++) {
     const float value = form.table ? (float)form.table->at[group.q[j]] : (float)(group.q[j] - form.offset);
     const float factor = read_f16(group.scale);

@@ -5,7 +5,7 @@
 
 namespace SP_NAMESPACE {
 
-extern const SpTable TABLE = {check,        run,   pack,  round_rows,   packed_bytes, index_panels, code_panels, touch,
+extern const SpTable TABLE = {check,        run,   pack,  round_rows,   decode_rows, packed_bytes, index_panels, code_panels, touch,
                               draft_tokens, probs, draw,  draw_rows,    normalise_weights, read_all, checksum,   stage_items};
 
 }  // namespace SP_NAMESPACE

@@ -240,6 +240,8 @@ void sp_pack(int set, int threads, int type, int source, const void *weight, int
  * SP_Q5_K or SP_Q6_K, or of SP_ZERO4 or SP_ZERO8.
  * `source`: SP_F32, SP_BF16 or SP_F16. Weights are finite. If a row ends within a block, the rest of the block is 0. */
 void sp_round(int set, int threads, int type, int source, const void *weights, int64_t n, int64_t k, void *blocks);
+/* out[n, k] = the numbers of rows of blocks, of the types from SP_Q8_0 to SP_ZERO8; `target`: SP_F32 or SP_BF16. */
+void sp_decode(int set, int threads, int type, const void *blocks, int64_t n, int64_t k, int target, void *out);
 /* SP_BF12 is a form of packed SP_BF16 weights: the same numbers in 12 bits each, or plain if that does not fit (coded.h). It begins with
  * an index, SP_INDEX_BYTES a panel, and may be made in parts, some panels after others. The first function fills the entries of a part
  * from its packed panels and k. data: bytes from the part's first entry to the place of its first panel, a multiple of 64 after the whole

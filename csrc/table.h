@@ -25,6 +25,7 @@ struct SpTable {
   void (*run)(const SpOp *ops, int count, const SpPass *pass, const SpSums &sums, int threads);
   void (*pack)(int type, int source, const void *weight, int64_t n, int64_t k, int64_t step, void *packed, int threads);
   void (*round)(int type, int source, const void *weights, int64_t n, int64_t k, uint8_t *blocks, int threads);
+  void (*decode)(int type, const void *blocks, int64_t n, int64_t k, int target, void *out, int threads);
   int64_t (*packed_bytes)(int type, int64_t n, int64_t k);
   int64_t (*index_panels)(int64_t panels, int64_t k, const void *plain, void *index, int64_t data, int threads);
   void (*code_panels)(int64_t panels, int64_t k, const void *plain, void *index, int threads);

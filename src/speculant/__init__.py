@@ -81,7 +81,10 @@ _ABSENT = {  # classes of vLLM that scripts import, and what takes their place
 
 def __getattr__(name: str) -> object:
     if name not in _ABSENT:
-        return _attached(name)
+        from speculant.models import without_collections
+
+        with without_collections():
+            return _attached(name)
     says = f"speculant has no {name}: {_ABSENT[name]} (docs/vllm.md)"
     # `from speculant import name` looks the name up first, and would replace the message of an AttributeError.
     if sys._getframe(1).f_code.co_name == "_handle_fromlist":

@@ -16,12 +16,14 @@ import mmap
 import re
 import struct
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from threading import Lock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +60,7 @@ _SHOWN = 3  # missing parts in a message
 _PART = re.compile(r"(?P<name>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.IGNORECASE | re.DOTALL)
 _DOWNLOAD = "download the file again."
 
+_OPENING = Lock()
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _TENSOR_END = struct.Struct("<IQ")  # type, offset
 _BOOL, _STRING, _ARRAY = 7, 8, 9  # types of metadata
@@ -68,7 +71,7 @@ class _BrokenError(Exception):
     """A header is malformed; the text says why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GgufFile:
     """The header of a GGUF file, or of all parts of a split one. path: the file, or the first part."""
 
@@ -96,7 +99,8 @@ class GgufFile:
         try:
             stamps, now = tuple(map(Stamp.of, parts)), time.time()
             read = _open if all(stamp.is_before(now) for stamp in stamps) else _open.__wrapped__
-            return read(parts, stamps)
+            with _OPENING:  # a model and its tokenizer are loaded at the same time
+                return read(parts, stamps)
         except OSError as error:
             raise ModelError(f"{path} can't be read: {error}", "check that it is a file you may read.") from error
 
@@ -287,20 +291,18 @@ class _Header:
 
     def _texts(self, key: str, count: int) -> list[str]:
         """Read an array of texts, which takes most of the time: a vocabulary has 150,000, and as many merges."""
-        data, at, end, size_of = self._data, self._at, self._size, _U64.unpack_from
-        found = []
+        data, first, size_of, places = self._data, self._at, _U64.unpack_from, array("q", [0])
+        at, end = 0, self._size - first
         try:
             for _ in range(count):
-                start = at + 8
-                at = start + size_of(data, at)[0]
+                at += 8 + size_of(data, first + at)[0]
                 if at > end:
                     raise _BrokenError(f"it ends within {_shown(key)}")
-                found.append(data[start:at].decode())
-        except (UnicodeDecodeError, struct.error) as error:
-            why = "is not valid UTF-8" if isinstance(error, UnicodeDecodeError) else "is beyond the end of the file"
-            raise _BrokenError(f"element {len(found)} of {_shown(key)} {why}") from error
-        self._at = at
-        return found
+                places.append(at)
+        except struct.error as error:
+            raise _BrokenError(f"element {len(places) - 1} of {_shown(key)} is beyond the end of the file") from error
+        content = self._bytes(at)
+        return _split_texts(content, places.tobytes()) or _texts_one_by_one(key, content, places)
 
     def _text(self, what: str) -> str:
         size = self._number(_U64)
@@ -326,6 +328,35 @@ class _Header:
         if self._at > self._size:
             raise _BrokenError(f"its header needs {self._at} bytes and the file has {self._size}")
         return self._data[first : self._at]
+
+
+@lru_cache(maxsize=4)  # a draft and its target have equal ones
+def _split_texts(content: bytes, places: bytes) -> list[str]:
+    """Return the texts of an array, each of which follows its size; nothing if some have zeros or are not valid UTF-8.
+
+    A zero in place of each size separates the texts, so all are decoded at once. places: of the sizes, and the end, as
+    int64. Callers must not change the list.
+    """
+    import numpy as np  # see `_size`
+
+    own, at = np.frombuffer(content, np.uint8).copy(), np.frombuffer(places, np.int64)
+    kept, sizes = np.ones(len(own), bool), at[:-1, None]
+    own[sizes], kept[sizes + np.arange(1, _U64.size)] = 0, False
+    try:
+        _, *texts = own[kept].tobytes().decode().split("\0")
+    except UnicodeDecodeError:
+        return []
+    return texts if len(texts) == len(at) - 1 else []
+
+
+def _texts_one_by_one(key: str, content: bytes, places: Sequence[int]) -> list[str]:
+    found = list[str]()
+    try:
+        for first, end in pairwise(places):
+            found.append(content[first + _U64.size : end].decode())
+    except UnicodeDecodeError as error:
+        raise _BrokenError(f"element {len(found)} of {_shown(key)} is not valid UTF-8") from error
+    return found
 
 
 def _alignment(metadata: Mapping[str, Any]) -> int:

@@ -102,6 +102,15 @@ def test_every_exponent_of_mxfp4_is_decoded(kernels: Kernels) -> None:
     assert same(look_up(kernels, pack(kernels, "MXFP4", blocks)), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_blocks_are_decoded_exactly(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
+    blocks = blocks_of(kind, SMALL, extreme=0.3)
+    expected = torch.from_numpy(decode(kind, blocks)).to(dtype)
+    kernels.decode(Type[kind], torch.from_numpy(blocks), found := torch.empty_like(expected))
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("extreme", [0.0, 0.3])
 @pytest.mark.parametrize("kind", KINDS)

@@ -100,6 +100,7 @@ class Runtime:
         return (self.start_tokens, tokens) if self.checkpoint.model.needs.source else (tokens, ())
 
 
+@background.without_collections()
 @background.postponed()
 def build_engine(config: EngineConfig) -> Runtime:
     """Load the target, its tokenizer and the drafter, and check that they fit each other."""

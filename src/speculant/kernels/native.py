@@ -131,7 +131,7 @@ class Scratch:
         return blocks[-1]
 
 
-VERSION = 28
+VERSION = 29
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 MOST_CONV = 16  # positions that a convolution sees
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
@@ -416,6 +416,15 @@ class Kernels:
         self.library.sp_round(self.index, self.threads, type_, source, rows.data_ptr(), n, k, blocks.data_ptr())
         return blocks
 
+    def decode(self, type_: Type, blocks: Tensor, out: Tensor) -> None:
+        """Set `out`, float32 or bfloat16 [n, k], to the numbers of rows of blocks, uint8 [n, bytes].
+
+        type_: one of BLOCK_SIZES. The numbers are the same on every instruction set.
+        """
+        (n, k), blocks = out.shape, blocks.contiguous()
+        job = self.index, self.threads, type_, blocks.data_ptr(), n, k
+        self.library.sp_decode(*job, SOURCES[out.dtype], out.data_ptr())
+
     def touch(self, memory: Tensor) -> None:
         """Get the pages of new bytes from the system, with all threads; a byte of each page is set to zero."""
         self.library.sp_touch(self.index, self.threads, memory.data_ptr(), memory.numel())
@@ -560,6 +569,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_packed_bytes", c_int64, [c_int, c_int, *_MATRIX]),
     ("sp_pack", None, [c_int, c_int, c_int, c_int, c_void_p, *_MATRIX, c_int64, c_void_p]),
     ("sp_round", None, [c_int, c_int, c_int, c_int, c_void_p, *_MATRIX, c_void_p]),
+    ("sp_decode", None, [c_int, c_int, c_int, c_void_p, *_MATRIX, c_int, c_void_p]),
     ("sp_index_panels", c_int64, [c_int, c_int, *_MATRIX, c_void_p, c_void_p, c_int64]),
     ("sp_code_panels", None, [c_int, c_int, *_MATRIX, c_void_p, c_void_p]),
     ("sp_touch", None, [c_int, c_int, c_void_p, c_int64]),

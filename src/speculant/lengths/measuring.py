@@ -55,11 +55,11 @@ TEXTS = (16, 64, 256, 1024)  # tokens that a drafter with a cache of its own rea
 START_S = 0.3  # of the measurement of a large model, when an engine is built
 BUDGET_S = 0.3  # for the target, and for each method and number of sequences
 LONG_SHARE = 0.3  # of it for passes after a long text
-LEAST_SIZES, LEAST_ROUNDS, MOST_ROUNDS = 2, 2, 15
+LEAST_SIZES, LEAST_ROUNDS, MOST_ROUNDS = 2, 2, 6  # a small model: each round takes time from a short batch
 LEAST_ROWS, LEAST_PASSES = 3, 4  # sizes of the target's passes, and passes in all: the cheapest size, one row, has two
 COPIED = 128  # keys at a time, so that the copies take little memory
 DISAGREE = 1.5  # times the spread: a ratio of steps' times to kept ones, or of kept ones to these, that is too large
-PROCEDURE = "7"  # changes when the measurements change
+PROCEDURE = "8"  # changes when the measurements change
 GOLDEN = 2654435769  # the golden ratio's fraction, times 2^32
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 

@@ -15,6 +15,7 @@ from .backends.base import (
 )
 from .backends.native import NativeBackend as NativeBackend
 from .backends.reference import ReferenceBackend as ReferenceBackend
+from .background import without_collections as without_collections
 from .base import (
     Batch as Batch,
     CausalLM as CausalLM,

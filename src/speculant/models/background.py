@@ -1,7 +1,8 @@
-"""Threads that wait until an engine has started: they would disturb the measurement of its costs."""
+"""Threads and collections that wait until an engine has started: they would disturb the measurement of its costs."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,3 +29,16 @@ def postponed() -> Iterator[None]:
         _waiting.reset(token)
         for thread in waiting:
             thread.start()
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Collect no garbage within the block: torch and a vocabulary are a million objects, all of them in use."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

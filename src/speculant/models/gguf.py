@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
@@ -492,7 +493,7 @@ def _common(facts: _Facts, family: GgufFamily, scaling: str) -> dict[str, Any]:
         **_windows(facts, family.windows, layers),
         **kinds,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _end_tokens(file, table.shape[0]),
+        "eos_token_id": [*_end_tokens(file, table.shape[0])],
     }
 
 
@@ -805,7 +806,8 @@ def _sliding(facts: _Facts, period: int, layers: int) -> list[bool]:
     return [period == 0 or (index + 1) % period != 0 for index in range(layers)]
 
 
-def _end_tokens(file: GgufFile, vocab_size: int) -> list[int]:
+@lru_cache(maxsize=4)  # a start asks for them several times
+def _end_tokens(file: GgufFile, vocab_size: int) -> tuple[int, ...]:
     """Return the tokens that end a text: by the metadata, or by their names."""
     whole = file.metadata.get(ENDS)
     named = whole if isinstance(whole, list) else [file.metadata.get(f"tokenizer.ggml.{key}") for key in END_KEYS]
@@ -817,7 +819,7 @@ def _end_tokens(file: GgufFile, vocab_size: int) -> list[int]:
     if isinstance(tokens, list) and not isinstance(whole, list):
         are_typed = isinstance(types, list) and len(types) == len(tokens)
         found |= end_tokens(tokens[:vocab_size], types if are_typed else None)
-    return sorted(found)
+    return tuple(sorted(found))
 
 
 def gguf_weights(file: GgufFile) -> StoredWeights:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import (
@@ -282,13 +283,14 @@ def _byte_level(split: WordSplit, entries: _Entries, tokens: _Tokens, settings: 
 
 def _stored_merges(entries: _Entries, tokens: _Tokens) -> list[tuple[str, str]]:
     """Return the pairs of tokens that are merged, in order. The model checks that both halves are tokens."""
-    pairs = [merge.split(" ") for merge in entries.needed("tokenizer.ggml.merges", str)]
-    if any(len(pair) != 2 for pair in pairs):
+    merges = entries.needed("tokenizer.ggml.merges", str)
+    if {*map(str.count, merges, repeat(" "))} - {1}:
         raise ModelError("tokenizer.ggml.merges has an entry that is not two tokens with a space between them", _FIX)
-    lost = {*map("".join, pairs)} - tokens.ids.keys()
+    pairs = [(left, right) for left, _, right in [merge.partition(" ") for merge in dict.fromkeys(merges)]]
+    lost = [text for text in map("".join, pairs) if text not in tokens.ids]
     if lost:
         raise ModelError(f"tokenizer.ggml.merges gives {min(lost)[:60]!r}, which is no token", _FIX)
-    return [*dict.fromkeys((left, right) for left, right in pairs)]
+    return pairs
 
 
 def _sentencepiece(entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) -> Backend:
@@ -378,11 +380,11 @@ def _mark_added_tokens(backend: Backend, entries: _Entries, tokens: _Tokens, set
     ends = {tokens.texts[index] for index in named} | {settings.get("eos_token")}
     name = (entries.get("general.name", str) or "").lower()
     strips = "phi-3" in name or "phi3" in name  # files do not store which tokens take in the spaces after them
-    added = []
+    hidden, added = (TokenType.CONTROL, TokenType.UNKNOWN), []
+    kinds = {*hidden, TokenType.USER_DEFINED}
     for text, kind in zip(tokens.texts, tokens.types, strict=True):
-        special = kind in (TokenType.CONTROL, TokenType.UNKNOWN) or text in ends
-        if special or kind == TokenType.USER_DEFINED:
-            rstrip = strips and text not in _UNSTRIPPED
+        if kind in kinds or text in ends:
+            special, rstrip = kind in hidden or text in ends, strips and text not in _UNSTRIPPED
             added.append(AddedToken(text, special=special, normalized=False, rstrip=rstrip))
     if len(added) > _MOST_ADDED:
         problem = f"{len(added)} tokens are control or user-defined tokens; at most {_MOST_ADDED} are read"

@@ -95,7 +95,9 @@ class Tokenizer:
             plain, tools = template_in(settings), template_in(settings, TOOL_USE)
             templates = plain or find_template(file.parent, {}), tools
             with Converts(ModelError, "its tokenizer can't be used", "download it again."):
-                return cls(backend, settings, *templates)._checked()
+                made = cls(backend, settings, *templates)._checked()
+            made._file = file
+            return made
         except ModelError as error:
             raise ModelError(f"{file}: {error.problem}", error.fix) from error
 
@@ -106,9 +108,15 @@ class Tokenizer:
         return self
 
     def has_file_of(self, folder: Path) -> bool:
-        """Whether this tokenizer was read from a tokenizer.json with the same bytes as the one in a folder."""
+        """Whether this tokenizer was read from a tokenizer.json with the same bytes as the one in a folder.
+
+        Of GGUF files, whether all metadata of tokenizers but the template are the same.
+        """
+        own = self._file
+        if own is not None and is_gguf(own) and is_gguf(folder):
+            return _tokenizer_in(own) == _tokenizer_in(folder)
         with suppress(OSError):
-            return self._file is not None and filecmp.cmp(self._file, folder / TOKENIZER, shallow=False)
+            return own is not None and filecmp.cmp(own, folder / TOKENIZER, shallow=False)
         return False
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -266,6 +274,11 @@ def substitute_token(draft: Tokenizer, unknown: Collection[int]) -> int:
 
 def _by_id(tokenizer: Tokenizer) -> dict[int, str]:
     return {token_id: token for token, token_id in tokenizer.vocab().items()}
+
+
+def _tokenizer_in(file: Path) -> dict[str, Any]:
+    found = GgufFile.open(file).metadata.items()
+    return {key: value for key, value in found if key.startswith("tokenizer.") and "chat_template" not in key}
 
 
 def _compile(template: str | None) -> ChatTemplate:

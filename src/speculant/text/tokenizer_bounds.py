@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from math import ceil, isinf, prod
 from typing import Any, NamedTuple
 
@@ -131,11 +131,14 @@ def characters_per_token(backend: Backend) -> int | None:
     """Return the most characters of a text for each of its tokens; None = there is no bound."""
     steps = steps_of(backend.normalizer, backend.pre_tokenizer)
     factor, added = prod(map(_shortening, steps)), backend.get_added_tokens_decoder().values()
-    if isinf(factor) or any(token.lstrip or token.rstrip for token in added) or not _keeps_all(backend, steps):
+    if isinf(factor) or any(token.lstrip or token.rstrip for token in added):
+        return None
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    if not _keeps_all(backend, steps, vocabulary.keys()):
         return None
     normalise = backend.normalizer.normalize_str if backend.normalizer else str
     found = (normalise(token.content) if token.normalized else token.content for token in added)
-    return ceil(factor * max(map(len, [*backend.get_vocab(with_added_tokens=False), *found])))
+    return ceil(factor * max(map(len, [*vocabulary, *found])))
 
 
 def _shortening(step: Mapping[str, Any]) -> float:
@@ -150,14 +153,14 @@ def _shortening(step: Mapping[str, Any]) -> float:
     return 1.0 if step["type"] in _KEEPING else _DROPPED
 
 
-def _keeps_all(backend: Backend, steps: Sequence[Mapping[str, Any]]) -> bool:
+def _keeps_all(backend: Backend, steps: Sequence[Mapping[str, Any]], vocabulary: Set[str]) -> bool:
     """Whether each character becomes a token or part of one, and unknown characters are not joined."""
-    model, vocabulary = backend.model, backend.get_vocab(with_added_tokens=False)
+    model = backend.model
     if not isinstance(model, BPE):
         return False
-    if model.byte_fallback and vocabulary.keys() >= {*BYTES}:
+    if model.byte_fallback and vocabulary >= {*BYTES}:
         return True
     if model.unk_token is not None:
         return not model.fuse_unk
     changes = [step["type"] for step in steps if step["type"] not in _DIVIDING]
-    return changes[-1:] == ["ByteLevel"] and vocabulary.keys() >= {*ByteLevel.alphabet()}
+    return changes[-1:] == ["ByteLevel"] and vocabulary >= {*ByteLevel.alphabet()}

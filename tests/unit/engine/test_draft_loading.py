@@ -24,6 +24,7 @@ from speculant.errors import ModelError
 from speculant.lengths import measuring
 from speculant.models import Checkpoint, TimesWeights, load_model
 from speculant.text import Tokenizer
+from tests.gguf_models import convert
 from tests.models import Checkpoints
 
 PARAMS = [SamplingParams(temperature=0, max_tokens=24), SamplingParams(seed=5, max_tokens=24)]
@@ -190,6 +191,23 @@ def test_one_tokenizer_is_read_once(checkpoints: Checkpoints, tmp_path: Path, mo
     assert draft_vocabulary(same, target, tokenizer) is None
     with pytest.raises(pytest.fail.Exception, match="it was read"):
         draft_vocabulary(other, target, tokenizer)
+
+
+def test_one_vocabulary_of_two_gguf_files_is_read_once(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of a family have the same tokens and merges, and may have other templates."""
+    target = load_model(checkpoints.target, "float32", kernels="auto")
+    end = "tokenizer.ggml.eos_token_id"
+    entries = {"target": {}, "same": {"tokenizer.chat_template": "{{ messages }}"}, "other": {end: 3}}
+    paths = {
+        name: convert(checkpoints.target, tmp_path / f"{name}.gguf", metadata=own) for name, own in entries.items()
+    }
+    tokenizer = Tokenizer.load(paths["target"])
+    monkeypatch.setattr(Tokenizer, "load", lambda place: pytest.fail("it was read"))
+    assert draft_vocabulary(paths["same"], target, tokenizer) is None
+    with pytest.raises(pytest.fail.Exception, match="it was read"):
+        draft_vocabulary(paths["other"], target, tokenizer)
 
 
 @pytest.mark.parametrize(("elapsed_s", "is_kept"), [(1.1, True), (2.0, False)])

@@ -1,7 +1,8 @@
-"""Threads that wait until an engine has started."""
+"""What waits until an engine has started."""
 
 from __future__ import annotations
 
+import gc
 from threading import Thread
 
 import pytest
@@ -42,3 +43,21 @@ def test_a_postponed_thread_starts_even_if_the_block_raises() -> None:
     background.start(later := Thread(target=done.append, args=(2,)))  # nothing is postponed any more
     later.join()
     assert done == [1, 2]
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_collections_are_as_before_after_a_block_without(is_on: bool) -> None:
+    was = gc.isenabled()
+
+    @background.without_collections()
+    def build() -> None:
+        assert not gc.isenabled()
+        raise ValueError("no model")
+
+    try:
+        (gc.enable if is_on else gc.disable)()
+        with pytest.raises(ValueError, match="no model"):
+            build()
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if was else gc.disable)()

@@ -7,6 +7,7 @@ import shutil
 import struct
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
+from speculant import gguf_file
 from speculant.errors import ModelError
 from speculant.files import TICK
 from speculant.gguf_file import MAGIC, MOST_NESTED, GgufFile, is_gguf, model_name, name_of, parts_of
@@ -210,6 +212,38 @@ def test_a_malformed_header_is_refused(tmp_path: Path, content: bytes, reason: s
     message = refusal(path)
     assert reason in message
     assert str(path) in message
+
+
+def test_texts_with_zeros_are_read(tmp_path: Path) -> None:
+    path, texts = tmp_path / "model.gguf", ["", "a\0b", "\u00e4", "\0"]
+    path.write_bytes(header(entry("k", 9, struct.pack("<IQ", 8, len(texts)) + b"".join(map(text, texts)))) + bytes(99))
+    assert GgufFile.open(path).metadata["k"] == texts
+
+
+def test_equal_texts_of_two_files_are_decoded_once(tmp_path: Path) -> None:
+    paths, array = (tmp_path / "a.gguf", tmp_path / "b.gguf"), struct.pack("<IQ", 8, 2) + text("one") + text("two")
+    for path in paths:
+        path.write_bytes(header(entry("name", 8, text(path.name)), entry("k", 9, array)) + bytes(99))
+    one, other = (GgufFile.open(path).metadata["k"] for path in paths)
+    assert one is other
+    assert one == ["one", "two"]
+
+
+def test_a_header_is_read_once_by_several_threads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start reads the tokenizer and the model of a file at the same time."""
+    time.sleep(2 * TICK)
+    reads, read = list[Path](), gguf_file._read
+
+    def slowly(part: Path) -> Any:
+        reads.append(part)
+        time.sleep(0.05)
+        return read(part)
+
+    monkeypatch.setattr(gguf_file, "_read", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(GgufFile.open, [path, path])
+    assert one is other
+    assert reads == [path]
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

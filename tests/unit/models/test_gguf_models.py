@@ -271,6 +271,20 @@ def test_quantised_weights_are_not_rounded_again(folder: Path, tmp_path: Path, q
     assert torch.equal(logits(own), logits(expected))
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_a_draft_s_blocks_are_rounded_again_as_their_numbers(folder: Path, tmp_path: Path, kind: str) -> None:
+    """A table of blocks keeps its type: rows are looked up, so rounding it would save no time."""
+    path = convert(folder, tmp_path / "model.gguf", lambda name: "F32" if name.startswith("token_embd") else kind)
+    plain, own = (
+        load_model(str(place), "float32", kernels="native", role="draft", quantization="int8")
+        for place in (decoded(path, folder, tmp_path / "out"), path)
+    )
+    assert torch.equal(logits(own), logits(plain))
+    path = convert(folder, tmp_path / "kept.gguf", kind)
+    draft: Any = load_model(str(path), kernels="native", role="draft", quantization="int4").model
+    assert draft.packed.table.type.name == kind
+
+
 @pytest.mark.parametrize(
     ("entries", "ends"),
     [

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from speculant.errors import ModelError
-from speculant.kernels import TYPES, Activation, Code, Flag, Op, Sizes, Type, Weight
+from speculant.kernels import BLOCK_SIZES, TYPES, Activation, Code, Flag, Op, Sizes, Type, Weight
 from speculant.models.description import (
     Attention,
     DecoderConfig,
@@ -754,7 +754,9 @@ class PackedDecoder:
     @classmethod
     def read(cls, config: DecoderConfig, weights: WeightReader) -> PackedDecoder:
         """Read and pack a decoder's weights, one tensor at a time."""
-        table = weights.decoding_ordered(TABLE).matrix(TABLE)
+        # A pass looks up one row for each token, so rounding blocks again would save no time.
+        keeps = not config.head.tied and weights.types.of(TABLE) in BLOCK_SIZES
+        table = (weights.unrounded() if keeps else weights).decoding_ordered(TABLE).matrix(TABLE)
         head = table if config.head.tied else weights.matrix(HEAD)
         norm = PackedNorm.read(config.norm, weights, NORM.removesuffix(".weight"))
         layers = PackedLayer.read_all(config.layers, weights, LAYER)

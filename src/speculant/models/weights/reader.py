@@ -18,7 +18,7 @@ from torch import Tensor
 from speculant.errors import ModelError
 from speculant.kernels import BLOCK_SIZES, BLOCK_TYPES, TYPES, Arena, Kernels, Packer, Type, Weight, likely_bytes
 from speculant.models.weights.cache import WeightStore, say_once
-from speculant.models.weights.source import QuantizedBlocks, WeightSource, decode, has_blocks, read_plain
+from speculant.models.weights.source import QuantizedBlocks, WeightSource, decode, has_blocks, plain, read_plain
 
 ROUNDED = (
     Type.Q8_0, Type.Q4_0, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.ZERO4, Type.ZERO8,
@@ -244,9 +244,20 @@ class WeightReader:
         """
         if self.rounded is None:
             return self._as_stored(name, self.source.read(self.prefix + name), type_)
-        matrix = self._read_plain(name)
+        matrix = self._numbers(self.source.read(self.prefix + name), self.prefix + name)
         require_finite(matrix, self.prefix + name, self.types.dtype, self.rounded)
         return matrix
+
+    def _numbers(self, matrix: Tensor | QuantizedBlocks, name: str) -> Tensor:
+        """Return the numbers of a matrix that is to be rounded, until the next call. The kernels decode blocks."""
+        if not isinstance(matrix, QuantizedBlocks) or matrix.order is not None:
+            return plain(matrix, name)
+        type_, dtype, (n, k) = BLOCK_TYPES.get(matrix.layout), self.types.dtype, matrix.shape
+        if type_ not in BLOCK_SIZES:
+            return plain(matrix, name)
+        out = self.arena.scratch(n * k * dtype.itemsize).view(dtype).view(n, k)
+        self.kernels.decode(type_, matrix.blocks, out)
+        return out
 
     def _as_stored(self, name: str, matrix: Tensor | QuantizedBlocks, type_: Type) -> Tensor:
         if not isinstance(matrix, QuantizedBlocks):

@@ -321,10 +321,11 @@ def read_plain(weights: WeightSource, name: str) -> Tensor:
 
     Raises ModelError for a layout that can't be decoded.
     """
-    return _plain(weights.read(name), name)
+    return plain(weights.read(name), name)
 
 
-def _plain(tensor: Tensor | QuantizedBlocks, name: str) -> Tensor:
+def plain(tensor: Tensor | QuantizedBlocks, name: str) -> Tensor:
+    """Return the numbers of a tensor; see `read_plain`."""
     if not isinstance(tensor, QuantizedBlocks):
         return tensor
     if not decodable(tensor.layout):
@@ -376,7 +377,7 @@ def _take_columns(stored: Tensor | QuantizedBlocks, columns: Columns) -> Tensor 
     if isinstance(stored, QuantizedBlocks):
         layout = layout_of(stored.layout)
         if layout is None or stored.order is not None or not _has_whole_blocks(columns, stored.layout):
-            stored = _plain(stored, stored_name(columns))
+            stored = plain(stored, stored_name(columns))
         else:
             weights, size = layout.weights, layout.size
             blocks = stored.blocks.narrow(1, columns.first // weights * size, columns.size // weights * size)
@@ -389,7 +390,7 @@ def _untile_columns(stored: Tensor | QuantizedBlocks, made: UntiledColumns) -> T
     if not isinstance(stored, QuantizedBlocks):
         return _untile_bytes(stored.contiguous(), made)
     if stored.order is not None:
-        return _untile_bytes(_plain(stored, stored_name(made)), made)
+        return _untile_bytes(plain(stored, stored_name(made)), made)
     if _divides_heads(made, stored.layout, stored.shape[-1]):
         return replace(stored, blocks=_untile_bytes(stored.blocks, made))
     return replace(stored, order=_order_of(made, stored.shape[-1]))
@@ -549,7 +550,7 @@ def _made(source: WeightSource, made: Expression, shape: tuple[int, ...]) -> Ten
             return source.read_stacked(stored_name(made), made.index)
         case Stacked():
             return take_stacked(_made(source, made.of, made.stored_shape(shape)), made.index)
-    return _computed(made, _plain(_made(source, made.of, made.stored_shape(shape)), stored_name(made)))
+    return _computed(made, plain(_made(source, made.of, made.stored_shape(shape)), stored_name(made)))
 
 
 def _computed(made: Operation, tensor: Tensor) -> Tensor:
