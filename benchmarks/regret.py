@@ -2,11 +2,11 @@
 
 The machines are those of tests/unit/lengths/groups.py; times are simulated, so that every run gives the same figures.
 `over_plain` is the policy's speed over that of plain decoding after the first 64 tokens of each sequence. `regret` is
-1 - its speed over that of the best fixed choice after its first 200 steps: a length from 0 to 16, with lookups the
-longest one and its least score too, and for chains that end the chance below which they do: what is best for the same
-tokens. A policy that follows the text can be faster;
-its regret is then negative. The same figures for the whole run come after them. Each figure is the median of a group,
-and its worst machine's. The goals are those of groups.py.
+1 - its speed over that of the best fixed choice for the same tokens, after its first 200 steps. A choice is a length
+from 0 to 16; with lookups it has their longest length and least score too, and where chains end by their scores, the
+chance below which they do. A policy that follows the text can be faster; its regret is then negative. The same figures
+for the whole run come after them. Each figure is the median of a group, and its worst machine's. The goals are those of
+groups.py.
 
 With --ablate, each constant of the adaptive policy is halved and doubled, alone, on every third machine: how many
 reach the goals, their mean and highest regret, and the lowest speed over plain decoding. A memory is a weight that is

@@ -72,7 +72,7 @@ struct SpMatches {
   }
 
   bool read(const int64_t *given, int64_t n) {
-    if (broken) return n == 0;
+    if (broken) return false;
     try {
       for (int64_t i = 0; i < n; i++) {
         enter(tokens.size);

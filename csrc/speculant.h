@@ -284,12 +284,12 @@ void sp_suffix_delete(SpSuffix *index);
 void sp_suffix_begin(SpSuffix *index); /* the next tokens begin another text */
 int sp_suffix_extend(SpSuffix *index, const int64_t *tokens, int64_t n);
 /* The end of a text to continue by at most `limit` tokens. Its `unread` tokens are appended to its own index, and those `ahead`, which
- * follow, are not; if it is `alone`, the ones ahead follow nothing. */
+ * follow, are not. `alone`: the tokens ahead are the whole text. */
 typedef struct {
   int64_t indexes, unread, ahead, limit, alone;
 } SpSuffixQuery;
-/* The best continuation for each of n queries, the earlier index on a tie, with their ratios: rows of `room` items, of which limits
- * take no more, and room for one row after the last. indexes and tokens: of all queries in order, each one's own index first.
+/* The best continuation for each of n queries, the earlier index on a tie, with their ratios: rows of `room` items, and room for one row
+ * after the last. Each limit is at most `room`. indexes and tokens: of all queries in order, each one's own index first.
  * found[n, 2] = how many tokens came, and how many matched. Returns 0 if memory ran out. */
 int sp_suffix_look_up(const SpSuffixQuery *queries, int64_t n, SpSuffix *const *indexes, const int64_t *tokens, int64_t room,
                       int64_t *drafted, double *ratios, int64_t *found);
@@ -304,8 +304,7 @@ void sp_matches_delete(SpMatches *matches);
 typedef struct {
   int64_t unread, ahead, limit;
 } SpMatchesQuery;
-/* For each of n texts `limit` tokens in a row of `room`, at most all of it, if matched[n] tokens are above 0. Returns 0 if memory ran
- * out. */
+/* Row i of `drafted`, of `room` tokens, gets min(limit, room) tokens if matched[i] > 0. Returns 0 if memory ran out. */
 int sp_matches_look_up(const SpMatchesQuery *queries, int64_t n, SpMatches *const *matches, const int64_t *tokens, int64_t room,
                        int64_t *drafted, int64_t *matched);
 int64_t sp_matches_bytes(const SpMatches *matches);

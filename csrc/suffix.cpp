@@ -181,7 +181,7 @@ struct SpSuffix {
 
   // Append tokens; returns false if memory ran out, and then the index takes no more.
   bool extend(const int64_t *tokens, int64_t n) {
-    if (broken) return n == 0;
+    if (broken) return false;
     try {
       for (int64_t i = 0; i < n; i++) append(static_cast<int32_t>(tokens[i]));
     } catch (const std::bad_alloc &) {

@@ -15,7 +15,7 @@ INNER_IMPORTS = 138  # of names that two files of a room have, of names that are
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1494, 5),
     "cli": (3283, 12),
-    "drafting": (7557, 44),
+    "drafting": (7566, 44),
     "engine": (5294, 18),
     "kernels": (1758, 8),
     "lab.bench": (4256, 13),
@@ -26,7 +26,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lab.quantize": (990, 5),
     "lab.theory": (569, 4),
     "lab.training": (4069, 12),
-    "lengths": (1940, 8),
+    "lengths": (1948, 8),
     "models": (14913, 75),
     "sampling": (419, 3),
     "scale": (1924, 8),

@@ -379,7 +379,7 @@ class NativeMatches:
         weakref.finalize(self, library.sp_matches_delete, self._tables)
 
     def look_up(self, queries: Sequence[MatchQuery]) -> list[tuple[list[int], int]]:
-        """Return the tokens that follow each text's match, and the length of the match; of tables of this library."""
+        """Return the tokens that follow each text's match, and the length of the match."""
         tables, numbers, texts, count = array("Q"), array("q"), array("q"), len(queries)
         for matches, unread, ahead, limit in queries:
             tables.append(matches._tables)

@@ -55,7 +55,7 @@ DEPTH_PRIOR_TESTS = 8.0  # tests at a depth that weigh as much as the rate at th
 METHOD_MEMORY, SEQUENCE_MEMORY = 0.99, 0.9  # the weight that each test leaves to earlier tests
 SEQUENCE_PRIOR_TESTS = 30.0  # tests of a sequence that weigh as much as its method's rate
 SCORE_PRIOR_TESTS = 4.0  # tests of a score that weigh as much as the score itself
-LEAST_FURTHER = 0.1  # mean tokens of chains after their first, where the price of a token is estimated
+LEAST_FURTHER = 0.1  # fewest tokens after a chain's first that the price of a token assumes
 BUCKETS = 10  # of scores from 0 to 1; the last one has 1 as well
 
 
@@ -276,7 +276,7 @@ class MethodRecord:
     has_scores: whether its last drafts had some. silent: its calls in a row that returned no draft. gain, seconds: of a
     call to a method with scores, which drafts nothing in most steps of an unfamiliar text: tokens accepted, less
     the tokens that plain steps make while they are verified, and the time for each sequence. gained, nodes, depth:
-    tokens accepted of a draft without scores, its nodes, and those of the longest in a step.
+    means for drafts without scores, of the accepted tokens, the nodes, and the nodes of a step's longest draft.
     """
 
     needs: DrafterNeeds
@@ -300,7 +300,7 @@ class MethodRecord:
     @property
     def probe(self) -> int:
         """How many nodes a draft has that is tried."""
-        return self.tree[0] if self.tree else PROBE
+        return self.tree[0] if self.tree else PROBE if self.price is None else self.usual[0]
 
     @property
     def usual(self) -> tuple[int, int, float]:
@@ -326,14 +326,13 @@ class MethodRecords(dict[str, MethodRecord]):
 class MethodStep:
     """A method's outcomes in a step.
 
-    asked: with the missing nodes that say something about the drafter. scored: there were drafts with scores; unscored:
-    verified ones without. nodes: of the largest. came: draft nodes or look-ahead rows were verified. forced: tokens of
-    a sequence were forced.
+    asked: with the missing nodes that say something about the drafter. scored: there were drafts with scores. nodes: of
+    the largest verified draft without. came: draft nodes or look-ahead rows were verified. forced: tokens of a sequence
+    were forced.
     """
 
     asked: list[DraftOutcome] = field(default_factory=list)
     scored: bool = False
-    unscored: bool = False
     came: bool = False
     forced: bool = False
     nodes: int = 0
@@ -425,7 +424,7 @@ class Adaptive(DraftLength):
     def choose(self, schedule: Schedule) -> list[int]:
         plan, work = self._plan, list(map(_WORK, schedule.items))
         if not plan.left or plan.made_for != work:
-            plan = self._make(schedule, work, plan)
+            plan = self._plan = self._make(schedule, work, plan)
         plan.left -= 1
         self._experiments.step += 1
         self._scores.clear()
@@ -450,8 +449,7 @@ class Adaptive(DraftLength):
         for (_, own, _), item in zip(work, schedule.items, strict=True):
             rows.append(own)
             keys.append(item.start + item.count)
-        attention = self._costs.attention(rows, keys)
-        plan = self._plan = StepPlan(work, [0] * len(rows), sum(rows), attention, left=RESTS)
+        plan = StepPlan(work, [0] * len(rows), sum(rows), self._costs.attention(rows, keys), left=RESTS)
         for place, item in enumerate(schedule.items):
             request, method, given = item.request, item.request.drafts.method, item.request.params.speculation
             asked = given.get("num_speculative_tokens") if isinstance(given, Mapping) else None
@@ -464,6 +462,9 @@ class Adaptive(DraftLength):
             elif item.decodes and method is not None:
                 by_method.setdefault(method, {})[place] = request
         self._drawn = {}
+        for known in self._methods.values():
+            if known.price is not None:
+                known.price.least = 0.0
         if plan.pure and self._tries_plain(by_method, before):
             plan.left, plan.gain = PLAIN_STEPS, before.gain
             return plan
@@ -488,8 +489,6 @@ class Adaptive(DraftLength):
         """
         known, most = self._methods[method], [self._most(request) for request in requests]
         silent = known.silent >= PATIENCE
-        if known.price is not None:
-            known.price.least = 0.0
         if silent and not known.has_scores:
             most = [min(known.probe, each) for each in most]
         elif known.needs.selects:
@@ -522,7 +521,7 @@ class Adaptive(DraftLength):
         plan.extended = []
         known, count = self._methods[method], len(requests)
         own = known.needs.target_inputs
-        pass_s = np.array(plan.steps_s(self._costs, num_rows(sum(most), own, count) + count))
+        pass_s = np.array(plan.steps_s(self._costs, num_rows(count * (1 + max(most, default=0)), own, count)))
         plain_s = float(pass_s[0])
         draft_s = self._costs.drafts_s(method, count, 1 + max(most, default=0))
 
@@ -532,7 +531,7 @@ class Adaptive(DraftLength):
 
         def prices(*choices: Sequence[int]) -> list[float]:
             table = np.array(choices)
-            return list(seconds(table.sum(1), np.count_nonzero(table, 1), table.max(1)) / plain_s - 1)
+            return list(map(float, seconds(table.sum(1), np.count_nonzero(table, 1), table.max(1)) / plain_s - 1))
 
         experiments, trial, longer = self._experiments, ("draft", method), ("longer", method)
         chosen = choose_jointly(self._offers(method, requests, most), count, seconds)
@@ -543,7 +542,7 @@ class Adaptive(DraftLength):
         if any(counts):
             plan.gain, plan.left = max(plan.gain, chosen.gain), min(plan.left, HOLDS)
             plan.planned.append(method)
-            self._set_price(known, counts, most, seconds)
+            self._set_price(plan, known, counts, most, seconds)
             twice = [min(2 * each, longest) for each, longest in zip(counts, most, strict=True)]
             if plan.extended or twice == counts or experiments.left(*longer):
                 return counts
@@ -559,27 +558,32 @@ class Adaptive(DraftLength):
                 gain = sum(map(sum, map(known.acceptance.survivals, requests, tried))) / count
                 experiments.begin(*trial, price=max(0.0, prices(tried)[0] - gain) + wait_s / plain_s)
                 plan.left = 1 + bool(own)  # look-ahead rows are computed a step before their draft
-                self._set_price(known, tried, most, seconds)
+                self._set_price(plan, known, tried, most, seconds)
                 return tried
         plan.left = min(plan.left, experiments.left(*trial) or RESTS)  # one that is due may not be affordable
         return counts
 
-    def _set_price(self, known: MethodRecord, counts: Sequence[int], most: Sequence[int], seconds: Seconds) -> None:
-        """Say what a further token costs, in tokens, where chains end by their scores.
+    @staticmethod
+    def _set_price(
+        plan: StepPlan, known: MethodRecord, counts: Sequence[int], most: Sequence[int], seconds: Seconds
+    ) -> None:
+        """Set the price of a further token, in tokens, for chains that end by their scores.
 
-        They have as many nodes at most as would be best if all were sure to be accepted.
+        A chain's limit is the length that would be best if every token were accepted.
         """
-        plan = self._plan
         if known.price is None or plan.given:
             return
-        drawn, size = np.count_nonzero(counts), min(known.usual[0], max(most))
+        drawn, size = len(counts) - counts.count(0), min(known.usual[0], max(most))
         longest = np.minimum.outer(np.arange(1, 1 + max(most)), most) * np.array(counts, bool)
         nodes, depths, sequences = longest.sum(1), longest.max(1), np.full(len(longest), drawn)
         plan.extended = longest[((len(counts) + nodes) / seconds(nodes, sequences, depths)).argmax()].tolist()
-        sizes = drawn * np.array([size, size, size + 1])
-        before_s, token_s, rows_s = seconds(sizes, sequences[:1], np.array([1, 2, 1])).tolist()
+        few, many = size // 2, size + 1
+        few_s, many_s, deeper_s = seconds(
+            drawn * np.array([few, many, many]), sequences[:1], np.array([1, 1, 2])
+        ).tolist()
         alone = max(1.0, (known.depth.value - 1) / max(LEAST_FURTHER, known.nodes.value - 1))
-        known.price.least = plan.rate * (alone * (token_s - before_s) + rows_s - before_s) / drawn
+        token_s = max(0.0, alone * (deeper_s - many_s) + (many_s - few_s) / (many - few))
+        known.price.least = plan.rate * token_s / drawn
 
     def _offers(self, method: str, requests: Sequence[Request], most: Sequence[int]) -> Offers:
         """Return the nodes that drafts without scores may have; chains end before one that is not worth its row."""
@@ -619,6 +623,10 @@ class Adaptive(DraftLength):
             return True
         known, drawn = self._methods[method], sum(map(bool, self._drawn.values()))
         length, _, gain = known.usual
+        gain *= known.acceptance.share(request)
+        if known.price is None:
+            length = self._drawn[request.seq_id]
+            gain = sum(known.acceptance.survivals(request, length))
         draft_s = self._costs.drafts_s(method, drawn, length)
         drawn_s = float(draft_s[drawn, length] - draft_s[drawn - 1, length])  # of one more sequence
         pass_s = plan.steps_s(self._costs, max(length, len(scores)))
@@ -678,7 +686,7 @@ class Adaptive(DraftLength):
             step.drafted = True
             step.accepted += sum(outcome.accepted)
             if draft is None:
-                own.unscored, own.nodes = True, max(own.nodes, nodes)
+                own.nodes = max(own.nodes, nodes)
                 gained = sum(outcome.accepted[: sum(outcome.tested)])
                 self._methods[method].gained.add(gained, METHOD_MEMORY)
                 self._methods[method].nodes.add(nodes, METHOD_MEMORY)
@@ -702,7 +710,7 @@ class Adaptive(DraftLength):
 
     def _follow_method(self, method: str, own: MethodStep) -> None:
         """Note whether a method was silent and whether its drafts have scores, and end its trial."""
-        plan, known, ends = self._plan, self._methods[method], own.unscored
+        plan, known, ends = self._plan, self._methods[method], own.nodes > 0
         if method in plan.planned or method in plan.asked:
             if own.came or own.scored:
                 known.silent = 0
@@ -713,7 +721,7 @@ class Adaptive(DraftLength):
             known.depth.add(own.nodes, METHOD_MEMORY)
         if ends and self._experiments.end("draft", method):
             plan.left = 0
-        if (own.scored or own.unscored) and own.scored != known.has_scores:
+        if (own.scored or own.nodes) and own.scored != known.has_scores:
             known.has_scores = own.scored
             plan.left = 0
 
@@ -727,7 +735,7 @@ class Adaptive(DraftLength):
         steps_s = self._plan.steps_s(self._costs, nodes)
         lost = (steps_s[nodes] / steps_s[0] - 1) * len(lengths)
         known.gain += LOOKUP_MEMORY * (accepted - lost - known.gain)
-        if not own.unscored:  # else a model drafted as well
+        if not own.nodes:  # else a model drafted as well
             known.seconds.add(draft_s / max(1, sum(map(bool, lengths))))
         silent = known.silent - PATIENCE
         self._experiments.end("look up", method, least=0 if silent < 0 else min(2**silent, RESTS))

@@ -59,7 +59,7 @@ class ReadingDrafter(StatelessDrafter):
         return [next(drafts) if limit else empty for limit in limits]
 
     def draft(self, readings: Sequence[Reading]) -> Iterable[DraftTree]:
-        """Read and draft; for readers that do it together."""
+        """Read and draft. A subclass may do it for all sequences at once."""
         for reader, unread, ahead, limit in readings:
             if unread:
                 reader.update(unread)
@@ -79,6 +79,12 @@ class ReadingDrafter(StatelessDrafter):
         first = reader.seen - len(request.source)
         unread = tokens[first:committed] if first >= 0 else [*request.source, *tokens[:committed]]
         return reader, unread, tokens[committed:] if request.num_drafted else (), limit
+
+
+def note_read(readings: Sequence[Reading]) -> None:
+    """Note that the unread tokens are read: by a call that follows, and fails for readers without memory alone."""
+    for reader, unread, *_ in readings:
+        reader.seen += len(unread)
 
 
 def match_score(length: int) -> float:
@@ -206,20 +212,21 @@ class NativeReader(SequenceReader):
 
     @override
     def update(self, tokens: Sequence[int]) -> None:
-        self._matches.look_up([self.query(tokens, (), 0)])
+        query = self.query(tokens, (), 0)
+        self.seen += len(tokens)
+        self._matches.look_up([query])
 
     @override
     def draft(self, limit: int, ahead: Sequence[int] = ()) -> DraftTree:
         return copy_draft(*self._matches.look_up([self.query((), ahead, limit)])[0])
 
     def query(self, unread: Sequence[int], ahead: Sequence[int], limit: int) -> MatchQuery:
-        """Return the question for the next tokens; whoever asks it reads the unread ones."""
-        self.seen += len(unread)
-        return self._matches, unread, ahead, limit
+        """Return the question for the next tokens; `look_up` reads the unread ones."""
+        return self._matches, array("q", unread), array("q", ahead), limit
 
 
 def copy_draft(tokens: list[int], length: int) -> DraftTree:
-    """Return the draft of tokens that were copied from behind a match of a length; an empty one of none."""
+    """Return the draft of tokens that followed a match of this length; an empty one of none."""
     return DraftTree.chain(tokens, scores=match_scores(length, len(tokens))) if tokens else DraftTree.empty()
 
 
@@ -237,6 +244,7 @@ class LookupDrafter(ReadingDrafter):
         queries = list[MatchQuery]()
         for reader, unread, ahead, limit in readings:
             queries.append(cast(NativeReader, reader).query(unread, ahead, limit))
+        note_read(readings)
         return starmap(copy_draft, queries[0][0].look_up(queries))
 
 

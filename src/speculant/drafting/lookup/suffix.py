@@ -16,6 +16,7 @@ library, which looks all sequences of a step up in one call.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from weakref import WeakKeyDictionary
 from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, Method, read_options
-from speculant.drafting.lookup.reading import Reading, ReadingDrafter, SequenceReader
+from speculant.drafting.lookup.reading import Reading, ReadingDrafter, SequenceReader, note_read
 from speculant.errors import ConfigError
 from speculant.kernels import Continuation, SuffixIndex, SuffixQuery, SuffixSettings, open_suffix_index
 from speculant.text import read_sequences
@@ -165,9 +166,8 @@ class SuffixReader(SequenceReader):
         return draft_of(*self.index.look_up([self.query((), ahead, limit)]))
 
     def query(self, unread: Sequence[int], ahead: Sequence[int], limit: int) -> SuffixQuery:
-        """Return the question for the next tokens; whoever asks it appends the unread ones to the index."""
-        self.seen += len(unread)
-        return [self.index, *self._store.indexes(self._salt)], unread, ahead, limit
+        """Return the question for the next tokens; `look_up` appends the unread ones to the index."""
+        return [self.index, *self._store.indexes(self._salt)], array("q", unread), array("q", ahead), limit
 
 
 def draft_of(found: Continuation) -> DraftTree:
@@ -212,6 +212,7 @@ class SuffixDrafter(ReadingDrafter):
         queries = list[SuffixQuery]()
         for reader, unread, ahead, limit in readings:
             queries.append(cast(SuffixReader, reader).query(unread, ahead, limit))
+        note_read(readings)
         return map(draft_of, queries[0][0][0].look_up(queries))
 
     @override
