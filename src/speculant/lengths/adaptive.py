@@ -51,6 +51,7 @@ PATIENCE = 8  # calls in a row without a draft, after which a method is only tri
 LOOKUP_MEMORY = 0.05  # weight of the newest call
 BUDGET = 0.002  # of the time, for each experiment
 PRIOR, PRIOR_TESTS = 0.7, 4.0  # of a method that has drafted nothing yet
+CHAIN_PRIOR_TESTS = 16.0  # chains that weigh as much as the prior
 DEPTH_PRIOR_TESTS = 8.0  # tests at a depth that weigh as much as the rate at the depth above
 METHOD_MEMORY, SEQUENCE_MEMORY = 0.99, 0.9  # the weight that each test leaves to earlier tests
 SEQUENCE_PRIOR_TESTS = 30.0  # tests of a sequence that weigh as much as its method's rate
@@ -287,9 +288,9 @@ class MethodRecord:
     silent: int = 0
     gain: float = 1.0
     seconds: Mean = field(default_factory=Mean)
-    gained: Rate = field(default_factory=partial(Rate, PRIOR, PRIOR_TESTS))
-    nodes: Rate = field(default_factory=partial(Rate, 1.0, PRIOR_TESTS))
-    depth: Rate = field(default_factory=partial(Rate, 1.0, PRIOR_TESTS))
+    gained: Rate = field(default_factory=partial(Rate, PRIOR, CHAIN_PRIOR_TESTS))
+    nodes: Rate = field(default_factory=partial(Rate, 1.0, CHAIN_PRIOR_TESTS))
+    depth: Rate = field(default_factory=partial(Rate, 1.0, CHAIN_PRIOR_TESTS))
 
     @property
     def tree(self) -> tuple[int, int] | None:
@@ -534,7 +535,8 @@ class Adaptive(DraftLength):
             return list(map(float, seconds(table.sum(1), np.count_nonzero(table, 1), table.max(1)) / plain_s - 1))
 
         experiments, trial, longer = self._experiments, ("draft", method), ("longer", method)
-        chosen = choose_jointly(self._offers(method, requests, most), count, seconds)
+        offers = self._offers(method, requests, most)
+        chosen = choose_jointly(offers, count, seconds)
         plan.rate = count / plain_s * (1 + chosen.gain)
         token_s = plain_s / count * chosen.gain / (1 + chosen.gain)
         counts, _ = self._backlogs.affordable(method, requests, chosen.counts, token_s)
@@ -555,9 +557,10 @@ class Adaptive(DraftLength):
             tried, wait_s = self._backlogs.affordable(method, requests, probes, plain_s / count)
             if any(tried):
                 plan.planned.append(method)
-                gain = sum(map(sum, map(known.acceptance.survivals, requests, tried))) / count
+                gain = sum(offers.gain[offers.depth <= max(tried)] if known.price is None else offers.gain) / count
                 experiments.begin(*trial, price=max(0.0, prices(tried)[0] - gain) + wait_s / plain_s)
-                plan.left = 1 + bool(own)  # look-ahead rows are computed a step before their draft
+                # Look-ahead rows are computed a step before their draft, and a late draft does not show its cost.
+                plan.left = 1 + bool(own or wait_s)
                 self._set_price(plan, known, tried, most, seconds)
                 return tried
         plan.left = min(plan.left, experiments.left(*trial) or RESTS)  # one that is due may not be affordable
@@ -657,7 +660,7 @@ class Adaptive(DraftLength):
         step_s, gained = draft_s + timing.verify_s + timing.rest_s, 1 + step.accepted / max(1, len(plan.lengths))
         self._experiments.lose(step_s / plan.steps_s(self._costs, rows)[rows] * (1 + plan.gain) - gained)
         for method in {*plan.planned, *plan.asked, *step.methods}:
-            self._follow_method(method, step.methods[method])
+            self._follow_method(method, step.methods[method], step.late)
         for method in plan.asked:
             self._note_lookups(method, step.methods[method], draft_s)
         if step.drafted:
@@ -708,8 +711,11 @@ class Adaptive(DraftLength):
         fewer = known.needs.target_inputs or (came and known.tree)
         return outcome._replace(missing=0 if fewer else max(0, most - came))
 
-    def _follow_method(self, method: str, own: MethodStep) -> None:
-        """Note whether a method was silent and whether its drafts have scores, and end its trial."""
+    def _follow_method(self, method: str, own: MethodStep, late: bool) -> None:
+        """Note whether a method was silent and whether its drafts have scores, and end its trial.
+
+        late: its draft processed a backlog, and does not show what drafts cost.
+        """
         plan, known, ends = self._plan, self._methods[method], own.nodes > 0
         if method in plan.planned or method in plan.asked:
             if own.came or own.scored:
@@ -719,7 +725,7 @@ class Adaptive(DraftLength):
                 ends = True
         if own.nodes:
             known.depth.add(own.nodes, METHOD_MEMORY)
-        if ends and self._experiments.end("draft", method):
+        if ends and not late and self._experiments.end("draft", method):
             plan.left = 0
         if (own.scored or own.nodes) and own.scored != known.has_scores:
             known.has_scores = own.scored
