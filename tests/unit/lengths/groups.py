@@ -24,6 +24,7 @@ SMALL = {
     "token": 0.25,
     "slope": 0.06,
 }
+READ = {"request": 96, "prompt": 60, "read": 0.02, "knee": 4000, "alpha": 0.75, "tokens": 1200}
 EIGHT = {"sequences": 8, "tokens": 450, "spread": 0.1, "knee": 16}
 MANY = {"sequences": 32, "tokens": 320, "spread": 0.1, "knee": 32, "slope": 0.02}
 
@@ -52,6 +53,7 @@ def make_machines() -> list[Machine]:
     found += of_group("stationary", stationary)
     errors = [(0.7, 1.4), (1.4, 0.7), (1.0, 1.4), (1.0, 0.7), (1.4, 1.0), (0.7, 1.0)]
     found += of_group("wrong costs", grid(errors=errors, alpha=(0.55, 0.8)), token=0.15)
+    found += of_group("wrong costs, short requests", grid(errors=((1.0, 3.0), (1.0, 5.0)), token=(0.15, 0.25)), **READ)
     drifts = [(1.6, 1.0), (1.0, 2.5), (1.0, 0.4), (0.6, 1.0)]
     found += of_group("drifting costs", grid(drifts=drifts, jumps=(False, True)), token=0.15, tokens=1600)
     ends = grid(alpha=(0.3, 0.55, 0.75, 0.9), token=(0.1, 0.25))

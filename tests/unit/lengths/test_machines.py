@@ -31,6 +31,12 @@ def test_adaptive_is_near_the_best_fixed_length(scores: list[PolicyScore]) -> No
     assert sum(score.reaches_goals for score in scores) >= REACHING_GOALS * len(scores)
 
 
+def test_costs_that_were_measured_too_high_are_corrected() -> None:
+    """Also where each trial of a draft begins with a prompt that the draft model reads."""
+    (machine,) = (each for each in make_machines() if each.name == "errors (1.0, 5.0), token 0.15")
+    assert judge(machine, adaptive.build).whole_regret < REACHED_REGRET
+
+
 def test_machines_have_names_of_their_own() -> None:
     machines = make_machines()
     assert 100 <= len({(machine.group, machine.name) for machine in machines}) == len(machines)
