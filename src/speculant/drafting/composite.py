@@ -423,7 +423,7 @@ class Drafters(CompositeDrafter):
         return self.needs_by_method.get(method) or DrafterNeeds()
 
     def price(self, method: str) -> DraftPrice | None:
-        """Return where the price of a method's chains is said; None = nowhere."""
+        """Return the `DraftPrice` that the policy sets for a method's chains; None = the method was not made."""
         return self._prices.get(method)
 
     def find(self, method: str) -> Drafter:

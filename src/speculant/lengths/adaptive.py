@@ -301,7 +301,7 @@ class MethodRecord:
     @property
     def probe(self) -> int:
         """How many nodes a draft has that is tried."""
-        return self.tree[0] if self.tree else PROBE if self.price is None else self.usual[0]
+        return self.tree[0] if self.tree else PROBE
 
     @property
     def usual(self) -> tuple[int, int, float]:
@@ -535,12 +535,13 @@ class Adaptive(DraftLength):
             return list(map(float, seconds(table.sum(1), np.count_nonzero(table, 1), table.max(1)) / plain_s - 1))
 
         experiments, trial, longer = self._experiments, ("draft", method), ("longer", method)
-        offers = self._offers(method, requests, most)
-        chosen = choose_jointly(offers, count, seconds)
+        chosen = choose_jointly(self._offers(method, requests, most), count, seconds)
         plan.rate = count / plain_s * (1 + chosen.gain)
-        token_s = plain_s / count * chosen.gain / (1 + chosen.gain)
+        # A step with prompts is long, and drafts in it are cheap: it does not show whether reading a backlog pays.
+        token_s = plain_s / count * chosen.gain / (1 + chosen.gain) if plan.pure else 0.0
         counts, _ = self._backlogs.affordable(method, requests, chosen.counts, token_s)
         experiments.end(*longer)
+        experiments.end(*trial)
         if any(counts):
             plan.gain, plan.left = max(plan.gain, chosen.gain), min(plan.left, HOLDS)
             plan.planned.append(method)
@@ -557,11 +558,10 @@ class Adaptive(DraftLength):
             tried, wait_s = self._backlogs.affordable(method, requests, probes, plain_s / count)
             if any(tried):
                 plan.planned.append(method)
-                gain = sum(offers.gain[offers.depth <= max(tried)] if known.price is None else offers.gain) / count
+                gain = sum(map(sum, map(known.acceptance.survivals, requests, tried))) / count
                 experiments.begin(*trial, price=max(0.0, prices(tried)[0] - gain) + wait_s / plain_s)
                 # Look-ahead rows are computed a step before their draft, and a late draft does not show its cost.
                 plan.left = 1 + bool(own or wait_s)
-                self._set_price(plan, known, tried, most, seconds)
                 return tried
         plan.left = min(plan.left, experiments.left(*trial) or RESTS)  # one that is due may not be affordable
         return counts
@@ -624,6 +624,8 @@ class Adaptive(DraftLength):
         plan, method = self._plan, str(request.drafts.method)
         if not self._drawn.get(request.seq_id):
             return True
+        if self._experiments.runs("draft", method):
+            return False  # the model is tried
         known, drawn = self._methods[method], sum(map(bool, self._drawn.values()))
         length, _, gain = known.usual
         gain *= known.acceptance.share(request)
@@ -714,7 +716,7 @@ class Adaptive(DraftLength):
     def _follow_method(self, method: str, own: MethodStep, late: bool) -> None:
         """Note whether a method was silent and whether its drafts have scores, and end its trial.
 
-        late: its draft processed a backlog, and does not show what drafts cost.
+        late: its draft processed a backlog, and does not show what drafts cost; the trial's next step does.
         """
         plan, known, ends = self._plan, self._methods[method], own.nodes > 0
         if method in plan.planned or method in plan.asked:
@@ -725,11 +727,11 @@ class Adaptive(DraftLength):
                 ends = True
         if own.nodes:
             known.depth.add(own.nodes, METHOD_MEMORY)
-        if ends and not late and self._experiments.end("draft", method):
+        if ends and not (late and plan.left) and self._experiments.end("draft", method):
             plan.left = 0
         if (own.scored or own.nodes) and own.scored != known.has_scores:
             known.has_scores = own.scored
-            plan.left = 0
+            plan.left = plan.left if known.needs.selects else 0
 
     def _note_lookups(self, method: str, own: MethodStep, draft_s: float) -> None:
         """Update the gain and the time of a call to a method with scores."""
