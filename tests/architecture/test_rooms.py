@@ -15,7 +15,7 @@ INNER_IMPORTS = 138  # of names that two files of a room have, of names that are
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1494, 5),
     "cli": (3283, 12),
-    "drafting": (7566, 44),
+    "drafting": (7570, 44),
     "engine": (5294, 18),
     "kernels": (1758, 8),
     "lab.bench": (4256, 13),

@@ -15,7 +15,7 @@ from speculant import LLM
 from speculant.config import Limits
 from speculant.drafting import PART, SuffixDrafter, SuffixOptions, SuffixStore, match_score
 from speculant.errors import ConfigError
-from speculant.kernels import NativeSuffixIndex, SuffixSettings, open_suffix_index
+from speculant.kernels import NativeSuffixIndex, SuffixAutomaton, SuffixSettings, open_suffix_index
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
 from speculant.models import resolve_source
 from speculant.params import SamplingParams
@@ -31,6 +31,11 @@ TARGET = TableModel(Pair(6, V, FULL_SUPPORT).target, V)
 
 def small_store(most_texts: int, most_tokens: int) -> SuffixStore:
     return SuffixStore(most_texts, most_tokens, lambda: open_suffix_index(SuffixSettings()))
+
+
+class FullIndex(SuffixAutomaton):
+    def extend(self, tokens: Sequence[int]) -> None:
+        raise MemoryError
 
 
 def known(store: SuffixStore, context: Sequence[int], salt: str = "") -> list[list[int]]:
@@ -327,3 +332,12 @@ def test_a_preempted_request_is_learnt_once() -> None:
         draft(drafter, running)
         drafter.end(running)
     assert drafter.store.num_tokens == 3 + PART
+
+
+def test_a_store_goes_on_after_an_index_without_memory() -> None:
+    indexes = iter([FullIndex(SuffixSettings()), open_suffix_index(SuffixSettings())])
+    store = SuffixStore(8, 100, lambda: next(indexes))
+    with pytest.raises(MemoryError):
+        store.add("", [1, 2, 3, 4])
+    store.add("", [1, 2, 3, 4])
+    assert known(store, [2, 3])

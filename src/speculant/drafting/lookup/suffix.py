@@ -116,8 +116,12 @@ class SuffixStore:
         if salt not in self._newer.indexes:
             self._newer.indexes[salt] = self._open_index()
         index = self._newer.indexes[salt]
-        index.begin()
-        index.extend(kept)
+        try:
+            index.begin()
+            index.extend(kept)
+        except MemoryError:
+            del self._newer.indexes[salt]  # it takes no more texts
+            raise
         self._newer.num_texts += 1
         self._newer.num_tokens += len(kept)
 
