@@ -56,8 +56,9 @@ def make_machines() -> list[Machine]:
     found += of_group("wrong costs, short requests", grid(errors=((1.0, 3.0), (1.0, 5.0)), token=(0.15, 0.25)), **READ)
     drifts = [(1.6, 1.0), (1.0, 2.5), (1.0, 0.4), (0.6, 1.0)]
     found += of_group("drifting costs", grid(drifts=drifts, jumps=(False, True)), token=0.15, tokens=1600)
-    ends = grid(alpha=(0.3, 0.55, 0.75, 0.9), token=(0.1, 0.25))
-    found += of_group("chains that end", [*ends, {"alpha": 0.75, **EIGHT}], ends=True, knee=4)
+    # 1.3: of the tokens of Qwen2.5-Coder 0.5B, 0.78 are accepted by the 1.5B, and their mean score is 0.73.
+    ends = grid(alpha=(0.3, 0.55, 0.75, 0.9), token=(0.1, 0.25), modesty=(1.0, 1.3))
+    found += of_group("chains that end", [*ends, {"alpha": 0.75, "modesty": 1.3, **EIGHT}], ends=True, knee=4)
     decays = grid(decay=(0.6, 0.8), alpha=(0.6, 0.9), token=(0.03, 0.1))
     found += of_group("decaying acceptance", decays, tokens=1500)
     switches = [(0.9, 0.1), (0.7, 0.4), (0.1, 0.9)]

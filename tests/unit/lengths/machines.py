@@ -27,7 +27,6 @@ FURTHER = 0.25  # time of a key in each further row of a sequence, as a share of
 PASSAGE = 24  # tokens of a text that a lookup finds, or not
 STRAY, STRAY_NODES, STRAY_ALPHA, COPIED_ALPHA = 0.3, 4, 0.25, 0.95  # of other passages, lookups find this in a share
 BURST_STEPS = 10
-MODESTY = 1.3  # exponent: of Qwen2.5-Coder's 0.5B for its 1.5B, 0.78 are accepted at a mean score of 0.73
 Array = NDArray[Any]
 Count = Any  # an int, or an array with one for each step
 
@@ -66,9 +65,10 @@ class Machine:
     drifts: of passes and drafts at the end, little by little or, if it `jumps`, from the middle on.
     alpha: of a draft's first token, `decay` times this of each next one; in every other passage of `switch` tokens,
     `other`. spread: standard deviation over requests. ends: each token has an alpha of its own around this one, which
-    the model's scores tell, so that chains may end by them. copied: share of passages that a lookup finds; vain: the
-    same in scores that are too high. request: tokens of each; None = one request lasts. tokens: of the run, for each
-    sequence. errors: of the costs of passes and drafts as the policy knows them at first.
+    the model's scores tell, so that chains may end by them. modesty: exponent of these scores; above 1 they are too
+    low. copied: share of passages that a lookup finds; vain: the same in scores that are too high. request: tokens of
+    each; None = one request lasts. tokens: of the run, for each sequence. errors: of the costs of passes and drafts as
+    the policy knows them at first.
     """
 
     group: str
@@ -99,6 +99,7 @@ class Machine:
     decay: float = 1.0
     spread: float = 0.0
     ends: bool = False
+    modesty: float = 1.0
     copied: float = 0.5
     vain: float = 0.0
     prompt: int = 32
@@ -157,7 +158,7 @@ class Texts:
             alpha = np.where((places + phases) // machine.switch % 2, machine.other, alpha)
         if machine.ends:
             alpha = rng.beta(2 * alpha, 2 * (1 - alpha))
-        self.sure = alpha**MODESTY
+        self.sure = alpha**machine.modesty
         kinds = rng.random((count, 1 + size // PASSAGE + 1))[:, places // PASSAGE]
         copied, stray = kinds < machine.copied, kinds > 1 - STRAY * (1 - machine.copied)
         found_alpha = COPIED_ALPHA * copied + STRAY_ALPHA * stray
