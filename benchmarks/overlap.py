@@ -1,4 +1,4 @@
-"""Drafting and verifying at once: what it would gain, by the number of cores (arXiv 2408.11850, 2603.03251).
+"""What drafting while the target verifies would gain, by the number of cores (arXiv 2408.11850, 2603.03251).
 
 While the target verifies a draft on n - m of n cores, the draft model goes on from a guess of the outcome on m. If the
 guess is right, the next pass finds its draft ready; else it is made as usual, on all cores. `one` guesses that all
@@ -214,7 +214,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def costs_of(target: Any, draft: Any, loader: DraftLoader, rounds: int) -> tuple[Costs, dict[str, Any]]:
-    """Return the costs, and what was seen of them."""
+    """Return the costs for the model, and all that was measured."""
     models, rows, memory = {"target": target, "draft": draft}, [1, *(1 + k for k in LENGTHS)], torch.ones(READ // 4)
     subjects = {f"{name}, {n} rows": pass_of(model, n) for name, model in models.items() for n in rows}
     subjects |= {f"{n} tokens": draft_of(draft, n, target.vocab_size, loader) for n in (1, 9)}

@@ -419,7 +419,7 @@ class Drafters(CompositeDrafter):
         return (needs and needs.usual_nodes) or self._default_length(method)
 
     def needs_of(self, method: str) -> DrafterNeeds:
-        """Return what a method's drafter announces; nothing special if it was not made."""
+        """Return the needs of a method's drafter, and the usual ones if it was not made."""
         return self.needs_by_method.get(method) or DrafterNeeds()
 
     def price(self, method: str) -> DraftPrice | None:

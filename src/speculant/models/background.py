@@ -1,4 +1,4 @@
-"""Threads and collections that wait until an engine has started: they would disturb the measurement of its costs."""
+"""Threads and garbage collections that wait until an engine has started."""
 
 from __future__ import annotations
 
