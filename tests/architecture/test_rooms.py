@@ -26,7 +26,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lab.quantize": (990, 5),
     "lab.theory": (569, 4),
     "lab.training": (4069, 12),
-    "lengths": (1956, 8),
+    "lengths": (1963, 8),
     "models": (14913, 75),
     "sampling": (419, 3),
     "scale": (1924, 8),

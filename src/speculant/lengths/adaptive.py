@@ -555,7 +555,7 @@ class Adaptive(DraftLength):
             return twice
         if not experiments.left(*trial):
             probes = [min(known.probe, each) for each in most]
-            tried, wait_s = self._backlogs.affordable(method, requests, probes, plain_s / count)
+            tried, wait_s = self._backlogs.affordable(method, requests, probes, plain_s / count, most_s=plain_s)
             if any(tried):
                 plan.planned.append(method)
                 gain = sum(map(sum, map(known.acceptance.survivals, requests, tried))) / count

@@ -312,19 +312,26 @@ class Backlogs:
         return 0.0 if reading is None or length - seen < LEAST_BACKLOG else reading.seconds(seen, length)
 
     def affordable(
-        self, method: str, requests: Sequence[Request], counts: Sequence[int], token_s: float
+        self,
+        method: str,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        token_s: float,
+        most_s: float = math.inf,
     ) -> tuple[list[int], float]:
         """Return counts, 0 where a backlog takes longer than `token_s` for each token that a request may still get.
 
-        The number is the seconds of the backlogs that are left.
+        If those that are left take longer than `most_s` together, only the shortest stays. The number is the seconds of
+        the backlogs that stay.
         """
-        left, total_s = list(counts), 0.0
+        waits_s = dict[int, float]()
         for place, request in enumerate(requests):
-            if left[place]:
+            if counts[place]:
                 wait_s, most = self.seconds(method, request), request.params.max_tokens
                 gained = request.num_positions - len(request.prompt)
                 if most is None or wait_s <= token_s * (most - gained):
-                    total_s += wait_s
-                else:
-                    left[place] = 0
-        return left, total_s
+                    waits_s[place] = wait_s
+        if sum(waits_s.values()) > most_s:
+            shortest = min(waits_s, key=waits_s.__getitem__)
+            waits_s = {shortest: waits_s[shortest]}
+        return [each if place in waits_s else 0 for place, each in enumerate(counts)], sum(waits_s.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from speculant.drafting import DrafterNeeds
@@ -75,6 +77,16 @@ def test_a_long_prompt_keeps_no_neighbour_from_drafting() -> None:
     short, long = chosen(policy, request_of(20, 50), request_of(4000, 50))
     assert short
     assert not long
+
+
+@pytest.mark.parametrize(("most_s", "counts", "read"), [(math.inf, [2, 2, 0], 3000), (10.0, [0, 2, 0], 1000)])
+def test_of_backlogs_that_take_too_long_together_only_the_shortest_stays(
+    most_s: float, counts: list[int], read: int
+) -> None:
+    backlogs = Backlogs(StepCosts(PASSES, DRAFTS, readings={"some": Reading(0.01, 0.0)}))
+    requests = [request_of(prompt, None) for prompt in (2000, 1000, 500)]
+    kept, seconds = backlogs.affordable("some", requests, [2, 2, 0], 0.0, most_s)
+    assert (kept, seconds) == (counts, pytest.approx(0.01 * read))
 
 
 def test_a_draft_that_was_looked_up_reads_nothing() -> None:
