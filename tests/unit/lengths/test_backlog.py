@@ -80,9 +80,7 @@ def test_a_long_prompt_keeps_no_neighbour_from_drafting() -> None:
 
 
 @pytest.mark.parametrize(("most_s", "counts", "read"), [(math.inf, [2, 2, 0], 3000), (10.0, [0, 2, 0], 1000)])
-def test_of_backlogs_that_take_too_long_together_only_the_shortest_stays(
-    most_s: float, counts: list[int], read: int
-) -> None:
+def test_of_backlogs_that_take_too_long_the_shortest_stays(most_s: float, counts: list[int], read: int) -> None:
     backlogs = Backlogs(StepCosts(PASSES, DRAFTS, readings={"some": Reading(0.01, 0.0)}))
     requests = [request_of(prompt, None) for prompt in (2000, 1000, 500)]
     kept, seconds = backlogs.affordable("some", requests, [2, 2, 0], 0.0, most_s)
