@@ -24,7 +24,13 @@ from tests.servers import ServerProcess
 from tests.tagged import write_tagged
 
 HERE = Path(__file__).parent
-PYTHON_CLIENTS = ("openai_client.py", "langchain_client.py", "instructor_client.py", "litellm_client.py")
+PYTHON_CLIENTS = (
+    "openai_client.py",
+    "anthropic_client.py",
+    "langchain_client.py",
+    "instructor_client.py",
+    "litellm_client.py",
+)
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it waits for a list of prices on the web
 TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 TEMPLATE = """{%- if tools %}{{ 'Call by <tool_call> and </tool_call>: ' + tools | tojson }}{% endif -%}
