@@ -218,8 +218,7 @@ def ways(arguments: argparse.Namespace) -> Iterator[dict[str, Way]]:
 
 def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Fill the holes in all ways, in turn."""
-    if arguments.typing:
-        arguments.name += "_typing"
+    arguments.name += "_llama_cpp" * (arguments.llama_cpp is not None) + "_typing" * arguments.typing
     with ways(arguments) as found:
         for way in found.values():
             way()  # the first answer reads weights and measures costs
