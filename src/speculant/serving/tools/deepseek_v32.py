@@ -9,7 +9,7 @@ _DSML = "\uff5cDSML\uff5c"
 _KEY_ENDS = {'" string="true">': TEXT, '" string="false">': ANY - TEXT, '">': None}
 
 
-class DeepSeekParser(ParameterParser):
+class DsmlParser(ParameterParser):
     """See the module."""
 
     marker, closing, between = f"<{_DSML}function_calls>", f"</{_DSML}function_calls>", ""
@@ -21,4 +21,4 @@ class DeepSeekParser(ParameterParser):
     outer, around = ("", "\n"), (f"{marker}\n", closing)
 
 
-Parser = DeepSeekParser
+Parser = DsmlParser

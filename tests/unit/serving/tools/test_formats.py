@@ -78,7 +78,7 @@ TEMPLATES = {
         dsml(INVOKE).replace("@is", ' string="@is_text"'), dsml("\n\n<function_calls>\n"), "", dsml("</function_calls>")
     ),
     "deepseek": template(
-        marks("<|tool_call_begin|>@name<|tool_sep|>{{ '' + f.arguments }}") + marks("<|tool_call_end|>"),
+        marks("<|tool_call_begin|>@name<|tool_sep|>{{ '' + f.arguments }}<|tool_call_end|>"),  # takes only text
         *(marks("<|tool_calls_begin|>"), "", marks("<|tool_calls_end|>")),
     ),
     "deepseek: blocks": template(
