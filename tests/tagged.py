@@ -39,6 +39,11 @@ TAGS = (
     "[ARGS]",
     "<|python_tag|>",
     "two words",
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),  # GLM's
+    *("<minimax:tool_call>", "</minimax:tool_call>", "\uff5cDSML\uff5c"),
+    *("<|tool_call|>", "<|/tool_call|>", "<|tool_call>", "<tool_call|>", '<|"|>'),  # Phi's, Gemma's
+    *("<|tool_call_start|>", "<|tool_call_end|>"),
+    *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
 )
 _LONG = Shape(max_positions=1024)
 MERGES = [("<", "t"), ("o", "o"), ("oo", "l"), ("<t", "ool"), ("p", "l"), ("{", '"'), ('"', "}"), ("}", "}")]

@@ -158,7 +158,14 @@ SHORT: Mapping[str, str] = MappingProxyType(
 )
 # vLLM's names of formats of tool calls, and ours.
 TOOL_PARSERS: Mapping[str, str] = MappingProxyType(
-    {"llama3_json": "llama3", "llama4_json": "llama3", "openai": "harmony", "gpt_oss": "harmony"}
+    {
+        **dict.fromkeys(("llama3_json", "llama4_json"), "llama3"),
+        **dict.fromkeys(("openai", "gpt_oss"), "harmony"),
+        **dict.fromkeys(("lfm2", "llama4_pythonic"), "pythonic"),
+        **dict.fromkeys(("glm45", "glm47"), "glm"),
+        **dict.fromkeys(("deepseek_v3", "deepseek_v31"), "deepseek"),
+        **dict(granite4="hermes", kimi_k2="kimi", minimax_m2="minimax", phi4_mini_json="phi4", qwen3_xml="qwen3_coder"),
+    }
 )
 # The keys of speculative_config. Keys that only change the speed of drafting have no effect here.
 SPECULATIVE_RULES: Mapping[str, Rule] = MappingProxyType(

@@ -195,10 +195,20 @@ class ChatTemplate:
                 raise ModelError(problem, _REPAIR) from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any) -> str:
-        """Return the prompt text of a conversation.
+        """Return the prompt text of a conversation. Arguments of calls are objects, or text if the template needs text.
 
         Raises RequestError with the template's own reason, and ModelError if the sandbox stops the template.
         """
+        try:
+            return self._rendered(messages, add_generation_prompt, variables)
+        except RequestError:
+            if (others := _with_text_arguments(messages)) == [*messages]:
+                raise
+            return self._rendered(others, add_generation_prompt, variables)
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
         given = {"tools": None, **variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render({**given, **Budget(given).variables()})
@@ -211,6 +221,18 @@ class ChatTemplate:
                 f"the chat template can't render these messages: {error}",
                 "give each message a role that the model knows and a text content, in the order it expects.",
             ) from error
+
+
+def _with_text_arguments(value: Any) -> Any:
+    """Return messages, or a part of them, with each `arguments` that is an object as text."""
+    if isinstance(value, list | tuple):
+        return [_with_text_arguments(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    changed = {key: _with_text_arguments(value[key]) for key in ("tool_calls", "function") if key in value}
+    if isinstance(arguments := value.get("arguments"), Mapping):
+        changed["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    return {**value, **changed}
 
 
 def answer_in(source: str, message: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()) -> str | None:

@@ -55,6 +55,7 @@ def test_flags_without_effect_are_named(served: Any) -> None:
         (["--ssl-certfile", "a", "--ssl-keyfile", "b"], {"ssl_certfile": "a", "ssl_keyfile": "b"}),
         (["--tool-call-parser", "llama3_json"], {"tool_parser": "llama3"}),
         (["--tool-call-parser", "hermes"], {"tool_parser": "hermes"}),
+        (["--tool-call-parser", "glm45"], {"tool_parser": "glm"}),
     ],
     ids=str,
 )

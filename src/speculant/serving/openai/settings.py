@@ -327,7 +327,8 @@ def reader_for(
 
     def make(prompt: Prompt) -> MessageReader:
         found = _format_of(tokenizer, body, name)
-        tools = None if found is None else found().after(prompt.text or "", _has_calls(body))
+        callable_tools = read_tools(body.tools or ()) if _has_calls(body) else []
+        tools = None if found is None else found().after(prompt.text or "", callable_tools)
         reasoning = None if found is not None and found.reads_all else find_reasoning(prompt.rendered, has_form)
         return MessageReader(reasoning, tools, requires_call(body))
 
@@ -373,9 +374,10 @@ def unknown_formats(tokenizer: Tokenizer, name: str | None) -> list[str]:
 
 
 def _added_id(tokenizer: Tokenizer, text: str) -> int | None:
-    """Return the id of a text that is one added token, special or not."""
+    """Return the id of a text that is one added token, special or like `<tag>`: a grammar can't write it as text."""
     token: int | None = tokenizer.backend.token_to_id(text)
-    return token if token in tokenizer.backend.get_added_tokens_decoder() else None
+    added = None if token is None else tokenizer.backend.get_added_tokens_decoder().get(token)
+    return token if added is not None and (added.special or (text[0] == "<" and text[-1] == ">")) else None
 
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from json import loads
 from typing import Any
 
 from speculant import plugins
-from speculant.serving.tools.base import ToolDelta, ToolParser, parse
+from speculant.serving.tools.base import ToolDelta, ToolParser, parse, read_tools
 from speculant.text import answer_in
 
 _ARGUMENTS = {"word": "sea"}
@@ -19,7 +19,6 @@ _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "look_up", "description": "Explains a word.", "parameters": _SCHEMA},
 }
-_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "look_up", "arguments": _ARGUMENTS}}
 
 
 def find_format(template: str | None, name: str | None = None) -> type[ToolParser] | None:
@@ -32,21 +31,27 @@ def find_format(template: str | None, name: str | None = None) -> type[ToolParse
 
 @lru_cache(maxsize=8)
 def _format_in(template: str) -> type[ToolParser] | None:
-    """Return the format whose marker a template contains, if it reads the call that the template writes.
+    """Return the format whose signs a template contains, if it reads the call that the template writes.
 
-    A template that writes no calls is trusted.
+    A template that writes no calls is trusted; then more signs are more certain.
     """
-    formats = [each for each in map(_load, plugins.names(__name__)) if each.recognises(template)]
-    answer = (
-        answer_in(template, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, [_TOOL]) if formats else ""
-    )
-    if not answer or _TOOL["function"]["name"] not in answer:
+    found = [each for each in map(_load, plugins.names(__name__)) if each.recognises(template)]
+    formats = sorted(found, key=lambda each: -len(each.signs))
+    answers = [_answer(template, each.example_id) for each in formats]
+    if not any(_TOOL["function"]["name"] in answer for answer in answers):
         return next(iter(formats), None)
-    return next((each for each in formats if _reads_back(each(), answer)), None)
+    pairs = zip(formats, answers, strict=True)
+    return next((each for each, answer in pairs if _reads_back(each(), answer)), None)
+
+
+def _answer(template: str, call_id: str) -> str:
+    """Return a call as a template writes it; "" if it can't."""
+    call = {"id": call_id, "type": "function", "function": {"name": "look_up", "arguments": _ARGUMENTS}}
+    return answer_in(template, {"role": "assistant", "content": "", "tool_calls": [call]}, [_TOOL]) or ""
 
 
 def _reads_back(parser: ToolParser, answer: str) -> bool:
-    pieces = [delta for delta in parse(parser, [answer]) if isinstance(delta, ToolDelta)]
+    pieces = [delta for delta in parse(parser.after("", read_tools([_TOOL])), [answer]) if isinstance(delta, ToolDelta)]
     arguments = "".join(delta.arguments for delta in pieces)
     names = [delta.name for delta in pieces if delta.name is not None]
     return names == [_TOOL["function"]["name"]] and not parser.is_cut and loads(arguments) == _ARGUMENTS

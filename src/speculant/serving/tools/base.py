@@ -1,6 +1,7 @@
 """The base of all formats of tool calls: the form of calls that a request requires, and calls read from a text.
 
-The form is fixed texts around arguments that fit a JSON schema.
+The form is fixed texts around arguments that fit a JSON schema. Where a format does not write them as a JSON object, it
+has rules of its own for the grammar, and its parser makes the object.
 
 A parser reads a text while it is generated. It is a small automaton over characters, so its result does not depend on
 how the text is split. It is a generator that receives one character at a time; "" is the end of the text. A call is
@@ -30,6 +31,8 @@ from speculant.errors import RequestError, suggest
 from speculant.structured import GrammarSource, with_written_bounds
 
 TokenId = Callable[[str], int | None]  # the id of a text that is one added token; None for other texts
+Rules = dict[str, str]  # of a grammar, by name
+Writer = Callable[[str, Mapping[str, Any], TokenId, bool], Rules]  # name, schema, token_id, compact: see `call_grammar`
 CUSTOM = "a tool of type 'custom' takes free text, and this server reads only calls with JSON arguments"
 CUSTOM_FIX = "describe it as a function with one text as parameter."
 WORD = frozenset(string.ascii_letters + string.digits + "_-.")
@@ -47,7 +50,8 @@ class Tool:
 class CallShape:
     """One call as the model writes it: marker + prefix + arguments that fit `schema` + suffix.
 
-    tags: texts within prefix and suffix that, like the marker, may be single tokens.
+    tags: texts within the others that, like the marker, may be single tokens. around: texts before the first call and
+    after the last. write: returns the rules of the arguments, of which one has the given name; None = a JSON object.
     """
 
     marker: str  # "" = none
@@ -55,6 +59,8 @@ class CallShape:
     schema: Mapping[str, Any]
     suffix: str
     tags: tuple[str, ...] = ()
+    around: tuple[str, str] = ("", "")
+    write: Writer | None = None
 
 
 def read_tools(tools: Iterable[Mapping[str, Any]]) -> list[Tool]:
@@ -133,11 +139,17 @@ def check_word(tool: Tool) -> None:
 
 
 def object_shape(
-    tool: Tool, marker: str, before: str = "", after: str = "", key: str = "arguments", tags: tuple[str, ...] = ()
+    tool: Tool,
+    marker: str,
+    before: str = "",
+    after: str = "",
+    key: str = "arguments",
+    tags: tuple[str, ...] = (),
+    around: tuple[str, str] = ("", ""),
 ) -> CallShape:
     """Return the shape of a call `{"name": ..., key: {...}}` between two texts."""
     name = json.dumps(tool.name, ensure_ascii=False)
-    return CallShape(marker, f'{before}{{"name": {name}, "{key}": ', parameters(tool), "}" + after, tags)
+    return CallShape(marker, f'{before}{{"name": {name}, "{key}": ', parameters(tool), "}" + after, tags, around)
 
 
 def call_grammar(
@@ -155,13 +167,35 @@ def call_grammar(
     space between their parts. instead: symbols that the text may have in place of calls, such as `json_symbol`.
     thought: symbols that may precede all others.
     """
-    calls = {f"call_{i}": " ".join(_symbols(shape, token_id, compact)) for i, shape in enumerate(shapes)}
-    more = "" if separator is None else f" ({_quoted(separator)} call)*"
-    answers = {f"call{more}": " | ".join(calls), "instead": instead}
-    kept = {answer: rule for answer, rule in answers.items() if rule}
-    rules = {"answer": " | ".join(kept), **{answer.split()[0]: rule for answer, rule in kept.items()}, **calls}
-    first = {"start": "thought? answer", "thought": thought} if thought else {"start": "answer"}
-    return "\n".join(f"{name}: {rule}" for name, rule in {**first, **rules}.items())
+    forms = {f"call_{i}": shape for i, shape in enumerate(shapes)}
+    before, after = _around(next(iter(forms.values())), token_id) if forms else ("", "")
+    more = "" if separator is None else f"({quoted(separator)} call)*"
+    rules = {
+        "start": "thought? answer" if thought else "answer",
+        "thought": thought,
+        "answer": " | ".join(["calls"] * bool(forms) + ["instead"] * bool(instead)),
+        "calls": f"{before} call {more} {after}" if forms else "",
+        "call": " | ".join(forms),
+        "instead": instead or "",
+    }
+    for name, shape in forms.items():
+        rules |= _call_rules(name, shape, token_id, compact)
+    return "\n".join(f"{name}: {rule}" for name, rule in rules.items() if rule)
+
+
+def _around(shape: CallShape, token_id: TokenId) -> list[str]:
+    return [" ".join(literals(text, (shape.marker, *shape.tags), token_id)) for text in shape.around]
+
+
+def _call_rules(name: str, shape: CallShape, token_id: TokenId, compact: bool) -> Rules:
+    tags, arguments = (shape.marker, *shape.tags), f"{name}_arguments"
+    before, after = literals(shape.marker + shape.prefix, tags, token_id), literals(shape.suffix, tags, token_id)
+    write = shape.write or _json_rules
+    return {name: " ".join([*before, arguments, *after]), **write(arguments, shape.schema, token_id, compact)}
+
+
+def _json_rules(name: str, schema: Mapping[str, Any], token_id: TokenId, compact: bool) -> Rules:
+    return {name: json_symbol(schema, compact)}
 
 
 def json_symbol(schema: Mapping[str, Any], compact: bool) -> str:
@@ -183,19 +217,15 @@ def form_symbol(source: GrammarSource) -> str | None:
     return None
 
 
-def _symbols(shape: CallShape, token_id: TokenId, compact: bool) -> list[str]:
-    tags, arguments = (shape.marker, *shape.tags), json_symbol(shape.schema, compact)
-    return [*literals(shape.marker + shape.prefix, tags, token_id), arguments, *literals(shape.suffix, tags, token_id)]
-
-
 def literals(text: str, tags: Iterable[str], token_id: TokenId) -> list[str]:
     """Return a text as symbols of a grammar: tags as token ids, the rest as strings."""
     tokens = {tag: token for tag in tags if tag and (token := token_id(tag)) is not None}
     pieces = re.split("(" + "|".join(map(re.escape, tokens)) + ")", text) if tokens else [text]
-    return [f"<[{tokens[piece]}]>" if piece in tokens else _quoted(piece) for piece in pieces if piece]
+    return [f"<[{tokens[piece]}]>" if piece in tokens else quoted(piece) for piece in pieces if piece]
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """Return a text as a symbol of a grammar; "" for an empty text."""
     return json.dumps(text) if text else ""
 
 
@@ -279,6 +309,10 @@ class Deltas:
         """End the newest call's arguments."""
         self.num_open -= 1
 
+    def skip_space(self) -> None:
+        """Leave out white space at the end of the text so far."""
+        self._space.clear()
+
     def plain(self, piece: str) -> None:
         """Add text whose white space is kept, wherever it is."""
         self._made.append(TextDelta(piece))
@@ -340,18 +374,25 @@ class StreamParser(ABC):
 class ToolParser(StreamParser):
     """Separates calls from text while both are generated. A format is a subclass, `Parser` in its module.
 
-    marker: begins a call; "" = no marker. closing: may follow a call, and is left out. reads_all: the format also
-    separates reasoning, with and without tools.
+    marker: begins a call, or several; "" = no marker. closing: may follow a call, and is left out. signs: texts that
+    all of the format's chat templates have. tags: other texts that may be special tokens, and are needed. between: the
+    text between two calls of `shape`; None = it has room for one. reads_all: the format also separates reasoning, with
+    and without tools. example_id: an id of a call as the format's templates expect it.
     """
 
     marker: ClassVar[str]
     closing: ClassVar[str | None] = None
+    signs: ClassVar[tuple[str, ...]] = ()
+    tags: ClassVar[tuple[str, ...]] = ()
+    between: ClassVar[str | None] = None
+    example_id: ClassVar[str] = "abcdefghi"
     reads_all: ClassVar[bool] = False
     reasons = False  # whether the text so far ends within reasoning
     default_id: ClassVar[Callable[[], str]] = staticmethod(random_id)
 
     def __init__(self, new_id: Callable[[], str] | None = None) -> None:
         """new_id: makes the calls' ids; None = random ones."""
+        self._tools: Mapping[str, Tool] = {}
         super().__init__(new_id or type(self).default_id)
 
     @property
@@ -359,14 +400,15 @@ class ToolParser(StreamParser):
         """Whether a call's arguments have not ended."""
         return self._deltas.num_open > 0
 
-    def after(self, prompt: str, calls: bool) -> Self:
-        """Return this parser, ready for the answer to a prompt. calls: it may have calls."""
+    def after(self, prompt: str, tools: Sequence[Tool]) -> Self:
+        """Return this parser, ready for the answer to a prompt. tools: those that it may call."""
+        self._tools = {tool.name: tool for tool in tools}
         return self
 
     @classmethod
     def markers(cls) -> tuple[str, ...]:
         """Return texts that the parser needs; if they are special tokens, decoding must keep them."""
-        return (cls.marker,) if cls.closing is None else (cls.marker, cls.closing)
+        return tuple(filter(None, (cls.marker, cls.closing, *cls.tags)))
 
     @classmethod
     def opening(cls, token_id: TokenId) -> str:
@@ -379,9 +421,9 @@ class ToolParser(StreamParser):
         return ""
 
     @classmethod
-    @abstractmethod
     def recognises(cls, template: str) -> bool:
-        """Return whether a chat template is written for this format."""
+        """Return whether a chat template may be written for this format."""
+        return bool(cls.signs) and all(sign in template for sign in cls.signs)
 
     @classmethod
     @abstractmethod
@@ -391,7 +433,7 @@ class ToolParser(StreamParser):
     @classmethod
     def separator(cls, template: str | None = None) -> str | None:
         """Return the text between two calls of `shape`; None if several calls can't be written in that shape."""
-        return None
+        return cls.between
 
     @abstractmethod
     def _calls(self) -> Script:
@@ -408,6 +450,7 @@ class ToolParser(StreamParser):
             if found == self.marker:
                 yield from self._attempt()
             elif self._deltas.after_call:
+                self._deltas.skip_space()
                 cursor.raw.clear()
             self._release()
 
@@ -423,6 +466,32 @@ class ToolParser(StreamParser):
         """Output the characters that are not part of a call as text."""
         self._deltas.text("".join(self._cursor.raw))
         self._cursor.raw.clear()
+
+    def _call_section(self, before: str, call: Callable[[], Script]) -> Script:
+        """Read one call or more, each after a text, up to the closing."""
+        cursor, found = self._cursor, before
+        yield from skip_space(cursor)
+        yield from require(cursor, before)
+        while found == before:
+            yield from call()
+            yield from skip_space(cursor)
+            found = yield from read_one(cursor, (before, self.closing or ""))
+        cursor.raw.clear()
+
+    def _call_list(self) -> Script:
+        """Read one call or more between brackets, with commas."""
+        cursor, before = self._cursor, "["
+        yield from skip_space(cursor)
+        yield from require(cursor, before)
+        while before != "]":
+            yield from skip_space(cursor)
+            yield from self._listed_call()
+            yield from skip_space(cursor)
+            before = yield from read_one(cursor, (",", "]"))
+        cursor.raw.clear()
+
+    def _listed_call(self) -> Script:
+        yield from self._call_object()
 
     def _call_object(self) -> Script:
         """Read `{"name": ..., "arguments": {...}}`, with keys in any order; "parameters" is another name for arguments.
@@ -440,10 +509,7 @@ class ToolParser(StreamParser):
                     self._add_arguments("".join(held))
                     self._deltas.end_call()
             elif key == "arguments" and name:
-                if cursor.char == "{":
-                    self._begin_call(name)
-                yield from read_object(cursor, self._add_arguments)
-                self._deltas.end_call()
+                yield from self._call_json(name)
             elif key == "arguments":
                 yield from read_object(cursor, held.append)
             else:
@@ -477,6 +543,15 @@ class ToolParser(StreamParser):
         self._deltas.arguments(piece)
         self._cursor.raw.clear()
 
+    def _call_json(self, name: str, call_id: str | None = None, syntax: Syntax | None = None) -> Script:
+        """Read a call's arguments, which follow its name as an object."""
+        yield from skip_space(self._cursor)
+        if self._cursor.char != "{":
+            raise MalformedError
+        self._begin_call(name, call_id)
+        yield from read_value(self._cursor, self._add_arguments, syntax)
+        self._deltas.end_call()
+
 
 def checked_name(text: str) -> str:
     """Return a function's name. Raises MalformedError if it is empty or has control characters."""
@@ -495,15 +570,31 @@ Script = Generator[None, str, None]
 Emit = Callable[[str], None]
 
 _DIGITS = frozenset("0123456789")
-_HEX = frozenset("0123456789abcdefABCDEF")
+HEX = frozenset("0123456789abcdefABCDEF")
 _ESCAPES = frozenset('"\\/bfnrt')
-_LITERALS = {"t": "true", "f": "false", "n": "null"}
+_LITERALS = {"t": ("true", "true"), "f": ("false", "false"), "n": ("null", "null")}
+_CONTROLS = {chr(i): json.dumps(chr(i))[1:-1] for i in range(32)}
+_ESCAPED = {**_CONTROLS, '"': '\\"', "\\": "\\\\"}
 _CLOSERS = {"{": "}", "[": "]"}
 _KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments", "id": "id", "type": "type"}
 
 
 class MalformedError(Exception):
     """The text is not a call of the format."""
+
+
+@dataclass(frozen=True)
+class Syntax:
+    """How values are written that are passed on as JSON, besides numbers, lists and objects, which are JSON's.
+
+    quotes: the characters that begin a string. string, key: read one, from its first character. literals: each other
+    value, by its first character, and the same in JSON with as many characters.
+    """
+
+    quotes: str
+    string: Callable[[Cursor, Emit], Script]
+    key: Callable[[Cursor, Emit], Script]
+    literals: Mapping[str, tuple[str, str]]
 
 
 class Cursor:
@@ -539,6 +630,27 @@ def take(cursor: Cursor, emit: Emit, instead: str | None = None) -> Script:
     cursor.char = yield
 
 
+def read_one(cursor: Cursor, texts: Sequence[str]) -> Generator[None, str, str]:
+    """Read one of these texts, of which none begins another, and return it."""
+    found = ""
+    while found not in texts:
+        found += cursor.char
+        if not cursor.char or not any(text.startswith(found) for text in texts):
+            raise MalformedError
+        yield from take(cursor, drop)
+    return found
+
+
+def read_word(cursor: Cursor, allowed: Collection[str] = WORD) -> Generator[None, str, str]:
+    """Read a name without quotes, of the characters that are allowed."""
+    letters: list[str] = []
+    while cursor.char in allowed:
+        yield from take(cursor, letters.append)
+    if not letters:
+        raise MalformedError
+    return "".join(letters)
+
+
 def drop(piece: str) -> None:
     """Ignore a piece."""
 
@@ -571,9 +683,9 @@ def read_object(cursor: Cursor, emit: Emit) -> Script:
     yield from read_value(cursor, emit)
 
 
-def read_value(cursor: Cursor, emit: Emit) -> Script:
-    """Read a value without recursion: it may be nested to any depth."""
-    closers: list[str] = []
+def read_value(cursor: Cursor, emit: Emit, syntax: Syntax | None = None) -> Script:
+    """Read a value without recursion: it may be nested to any depth. syntax: None = JSON's."""
+    closers, syntax = list[str](), syntax or JSON
     while True:
         yield from skip_space(cursor, emit)
         if cursor.char in _CLOSERS:
@@ -581,13 +693,13 @@ def read_value(cursor: Cursor, emit: Emit) -> Script:
             yield from take(cursor, emit)
             yield from skip_space(cursor, emit)
             if cursor.char != closers[-1]:
-                yield from _key(cursor, emit, closers[-1])
+                yield from _key(cursor, emit, closers[-1], syntax)
                 continue
         else:
-            yield from _scalar(cursor, emit)
+            yield from _scalar(cursor, emit, syntax)
         if not (yield from _close(cursor, emit, closers)):
             return
-        yield from _key(cursor, emit, closers[-1])
+        yield from _key(cursor, emit, closers[-1], syntax)
 
 
 def _close(cursor: Cursor, emit: Emit, closers: list[str]) -> Generator[None, str, bool]:
@@ -602,20 +714,23 @@ def _close(cursor: Cursor, emit: Emit, closers: list[str]) -> Generator[None, st
     return False
 
 
-def _key(cursor: Cursor, emit: Emit, closer: str) -> Script:
+def _key(cursor: Cursor, emit: Emit, closer: str, syntax: Syntax) -> Script:
     """Read a key and its colon, in an object."""
     if closer == "}":
         yield from skip_space(cursor, emit)
-        yield from _string(cursor, emit)
+        yield from syntax.key(cursor, emit)
         yield from skip_space(cursor, emit)
         yield from require(cursor, ":", emit)
 
 
-def _scalar(cursor: Cursor, emit: Emit) -> Script:
-    if cursor.char == '"':
-        yield from _string(cursor, emit)
-    elif cursor.char in _LITERALS:
-        yield from require(cursor, _LITERALS[cursor.char], emit)
+def _scalar(cursor: Cursor, emit: Emit, syntax: Syntax) -> Script:
+    if cursor.char and cursor.char in syntax.quotes:
+        yield from syntax.string(cursor, emit)
+    elif cursor.char in syntax.literals:
+        for own, instead in zip(*syntax.literals[cursor.char], strict=True):
+            if cursor.char != own:
+                raise MalformedError
+            yield from take(cursor, emit, instead)
     else:
         yield from _number(cursor, emit)
 
@@ -626,11 +741,14 @@ def _string(cursor: Cursor, emit: Emit) -> Script:
         if cursor.char == "\\":
             yield from take(cursor, emit)
             yield from _escaped(cursor, emit)
-        elif cursor.char < " ":
-            yield from take(cursor, emit, instead=json.dumps(cursor.char)[1:-1])
         else:
-            yield from take(cursor, emit)
+            yield from take(cursor, emit, instead=_CONTROLS.get(cursor.char))
     yield from take(cursor, emit)
+
+
+def escaped(text: str) -> str:
+    """Return a text as it is written within a JSON string."""
+    return "".join(_ESCAPED.get(char, char) for char in text)
 
 
 def _escaped(cursor: Cursor, emit: Emit) -> Script:
@@ -639,7 +757,7 @@ def _escaped(cursor: Cursor, emit: Emit) -> Script:
         return
     yield from require(cursor, "u", emit)
     for _ in range(4):
-        yield from _one_of(cursor, emit, _HEX)
+        yield from one_of(cursor, emit, HEX)
 
 
 def _number(cursor: Cursor, emit: Emit) -> Script:
@@ -660,12 +778,16 @@ def _number(cursor: Cursor, emit: Emit) -> Script:
 
 
 def _digits(cursor: Cursor, emit: Emit) -> Script:
-    yield from _one_of(cursor, emit, _DIGITS)
+    yield from one_of(cursor, emit, _DIGITS)
     while cursor.char in _DIGITS:
         yield from take(cursor, emit)
 
 
-def _one_of(cursor: Cursor, emit: Emit, allowed: frozenset[str]) -> Script:
+def one_of(cursor: Cursor, emit: Emit, allowed: frozenset[str]) -> Script:
+    """Read one of these characters."""
     if cursor.char not in allowed:
         raise MalformedError
     yield from take(cursor, emit)
+
+
+JSON = Syntax('"', _string, _string, _LITERALS)

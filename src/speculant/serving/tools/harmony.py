@@ -8,7 +8,7 @@ the channel. The format is described at https://cookbook.openai.com/articles/ope
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Self
 
 from typing_extensions import override
@@ -16,7 +16,6 @@ from typing_extensions import override
 from speculant.serving.tools.base import (
     CallShape,
     Emit,
-    MalformedError,
     Script,
     TokenId,
     Tool,
@@ -24,7 +23,6 @@ from speculant.serving.tools.base import (
     check_word,
     literals,
     parameters,
-    read_object,
     search,
     skip_space,
 )
@@ -40,6 +38,7 @@ class HarmonyParser(ToolParser):
     """See the module. An answer begins within the header of a message, after `<|start|>assistant` in the prompt."""
 
     marker = _CHANNEL
+    signs = (_CHANNEL, _MESSAGE, "<|call|>")
     reads_all = True
 
     def __init__(self, new_id: Callable[[], str] | None = None) -> None:
@@ -49,9 +48,9 @@ class HarmonyParser(ToolParser):
         super().__init__(new_id)
 
     @override
-    def after(self, prompt: str, calls: bool) -> Self:
+    def after(self, prompt: str, tools: Sequence[Tool]) -> Self:
         """A prompt may end within a message, which the answer continues."""
-        self._allows_calls = calls
+        self._allows_calls = bool(tools)
         header, found, text = prompt.rpartition(_START)[2].partition(_MESSAGE)
         if found and not any(end in text for end in _ENDS):
             self.feed(header + found)
@@ -61,11 +60,6 @@ class HarmonyParser(ToolParser):
     @override
     def markers(cls) -> tuple[str, ...]:
         return _TAGS
-
-    @classmethod
-    @override
-    def recognises(cls, template: str) -> bool:
-        return all(tag in template for tag in (_CHANNEL, _MESSAGE, "<|call|>"))
 
     @classmethod
     @override
@@ -91,12 +85,9 @@ class HarmonyParser(ToolParser):
 
     def _calls(self) -> Script:
         yield from skip_space(self._cursor)
-        if self._cursor.char != "{":
-            raise MalformedError
-        self._begin_call(self._function)
-        self._last = None
-        yield from read_object(self._cursor, self._add_arguments)
-        self._deltas.end_call()
+        if self._cursor.char == "{":
+            self._last = None
+        yield from self._call_json(self._function)
 
     @override
     def _read(self) -> Script:

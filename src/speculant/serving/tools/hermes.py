@@ -1,37 +1,33 @@
-"""Hermes and Qwen: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, once for each call."""
+"""Hermes, Qwen 2.5 and 3, Granite 4, SmolLM3: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>` for each call.
+
+A list of such objects is read too.
+"""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from typing_extensions import override
 
 from speculant.serving.tools.base import CallShape, Script, Tool, ToolParser, object_shape, skip_space
 
-_OTHERS = ("<function=", "<arg_key>")  # formats that share the marker: Qwen3-Coder's, GLM's
-
 
 class HermesParser(ToolParser):
     """See the module."""
 
-    marker, closing = "<tool_call>", "</tool_call>"
-
-    @classmethod
-    @override
-    def recognises(cls, template: str) -> bool:
-        return cls.marker in template and not any(other in template for other in _OTHERS)
+    marker = "<tool_call>"
+    closing: ClassVar[str | None] = "</tool_call>"
+    signs: ClassVar[tuple[str, ...]] = (marker,)
+    between = "\n"
 
     @classmethod
     @override
     def shape(cls, tool: Tool, template: str | None = None) -> CallShape:
-        return object_shape(tool, cls.marker, before="\n", after="\n" + cls.closing, tags=(cls.closing,))
-
-    @classmethod
-    @override
-    def separator(cls, template: str | None = None) -> str | None:
-        return "\n"
+        return object_shape(tool, cls.marker, before="\n", after=f"\n{cls.closing}", tags=cls.markers())
 
     def _calls(self) -> Script:
         yield from skip_space(self._cursor)
-        yield from self._call_object()
+        yield from self._call_list() if self._cursor.char == "[" else self._call_object()
 
 
 Parser = HermesParser

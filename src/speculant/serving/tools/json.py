@@ -5,6 +5,8 @@ No template uses this format. It is the form of calls that a request requires if
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from typing_extensions import override
 
 from speculant.serving.tools.base import CallShape, Script, Tool, ToolParser, drop, object_shape, skip_space, take
@@ -14,16 +16,7 @@ class JsonParser(ToolParser):
     """See the module."""
 
     marker = ""
-
-    @classmethod
-    @override
-    def markers(cls) -> tuple[str, ...]:
-        return ()
-
-    @classmethod
-    @override
-    def recognises(cls, template: str) -> bool:
-        return False
+    first: ClassVar[str] = "{"
 
     @classmethod
     @override
@@ -32,7 +25,7 @@ class JsonParser(ToolParser):
 
     def _begin(self) -> Script:
         yield from skip_space(self._cursor)
-        if self._cursor.char == "{":
+        if self._cursor.char == self.first:
             yield from self._attempt()
         self._release()
 

@@ -18,11 +18,6 @@ class LlamaParser(JsonParser):
 
     @classmethod
     @override
-    def markers(cls) -> tuple[str, ...]:
-        return (cls.marker,)
-
-    @classmethod
-    @override
     def recognises(cls, template: str) -> bool:
         return cls.marker in template or ("<|start_header_id|>" in template and '"parameters"' in template)
 

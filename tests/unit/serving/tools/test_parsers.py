@@ -270,7 +270,7 @@ def _two_calls(name: str) -> list[Delta]:
         ("{{ '<|start_header_id|>' }} \"parameters\": dictionary", "llama3"),
         ("{{ '<|python_tag|>' }}", "llama3"),
         ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral"),
-        ("<tool_call>\n<function=example>", None),
+        ("<tool_call>\n<function=example>", "qwen3_coder"),
         ("{{ messages }}", None),
         (None, None),
     ],

@@ -42,8 +42,10 @@ def shapes_of(choice: Any = "required", template: str | None = None, name: str =
     return [found.shape(tool, template) for tool in choose_tools(read_tools(TOOLS), choice)]
 
 
-def text_of(shape: CallShape, arguments: object) -> str:
-    return shape.marker + shape.prefix + json.dumps(arguments) + shape.suffix
+def text_of(*calls: tuple[CallShape, object], between: str = "") -> str:
+    first, last = calls[0][0].around
+    texts = [shape.marker + shape.prefix + json.dumps(arguments) + shape.suffix for shape, arguments in calls]
+    return first + between.join(texts) + last
 
 
 @pytest.mark.parametrize(("name", "template"), FORMS)
@@ -53,14 +55,14 @@ def test_a_parser_reads_its_format_s_shape(name: str, template: str | None, city
     shapes, found = shapes_of("required", template, name), find_format(template, name)
     assert found is not None
     for shape, tool, arguments in zip(shapes, ("weather", "now"), ({"city": city}, {}), strict=True):
-        assert parse(found(lambda: "id"), [text_of(shape, arguments)]) == [
+        assert parse(found(lambda: "id"), [text_of((shape, arguments))]) == [
             ToolDelta(0, "id", tool, json.dumps(arguments))
         ]
 
 
 def test_an_unknown_format_is_a_json_object() -> None:
     (shape,) = shapes_of(NAMED)
-    assert json.loads(text_of(shape, {"city": "Oslo"})) == {"name": "weather", "arguments": {"city": "Oslo"}}
+    assert json.loads(text_of((shape, {"city": "Oslo"}))) == {"name": "weather", "arguments": {"city": "Oslo"}}
     assert shape.schema == SCHEMA
 
 
@@ -108,10 +110,10 @@ def test_a_grammar_accepts_only_calls(name: str, template: str | None) -> None:
     shapes = shapes_of("required", template, name)
     grammar = call_grammar(shapes, lambda marker: None)
     weather, now = shapes
-    assert accepts(grammar, [*text_of(weather, {"city": "Osaka"}).encode()])
-    assert accepts(grammar, [*text_of(now, {}).encode()])
-    assert not accepts(grammar, [*text_of(weather, {"town": "x"}).encode()])
-    assert not accepts(grammar, [*text_of(now, {}).encode()][:-1])
+    assert accepts(grammar, [*text_of((weather, {"city": "Osaka"})).encode()])
+    assert accepts(grammar, [*text_of((now, {})).encode()])
+    assert not accepts(grammar, [*text_of((weather, {"town": "x"})).encode()])
+    assert not accepts(grammar, [*text_of((now, {})).encode()][:-1])
     assert not accepts(grammar, [*b"Hello"])
 
 
@@ -119,7 +121,7 @@ def test_json_may_be_written_in_place_of_calls() -> None:
     shapes = shapes_of("required", "<tool_call>")
     symbol = json_symbol({"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}, compact=True)
     grammar = call_grammar(shapes, lambda marker: None, "\n", compact=True, instead=symbol)
-    call = text_of(shapes[1], {})
+    call = text_of((shapes[1], {}))
     for text in ('{"a":1}', call, f"{call}\n{call}"):
         assert accepts(grammar, [*text.encode()])
     for text in ('{"a":2}', f'{{"a":1}}\n{call}', "Hello"):
@@ -129,28 +131,30 @@ def test_json_may_be_written_in_place_of_calls() -> None:
 def test_a_marker_that_is_a_token_is_written_as_the_token() -> None:
     (shape,) = shapes_of(NAMED, "[TOOL_CALLS]")
     grammar = call_grammar([shape], lambda marker: 256 if marker == "[TOOL_CALLS]" else None)
-    rest = [*text_of(CallShape("", shape.prefix, {}, shape.suffix), {"city": "x"}).encode()]
+    rest = [*text_of((shape, {"city": "x"})).removeprefix("[TOOL_CALLS]").encode()]
     assert accepts(grammar, [256, *rest])
     assert not accepts(grammar, [*b"[TOOL_CALLS]", *rest])
 
 
 @pytest.mark.parametrize(
-    ("template", "between"), [("<tool_call>", "\n"), ("[TOOL_CALLS][ARGS]", "")], ids=["hermes", "mistral"]
+    ("template", "between"),
+    [("<tool_call>", "\n"), ("[TOOL_CALLS][ARGS]", ""), ("[TOOL_CALLS]", ", ")],
+    ids=["hermes", "mistral", "mistral's list"],
 )
 def test_several_calls_may_be_written(template: str, between: str) -> None:
     found = find_format(template)
     assert found is not None
-    shapes = shapes_of("required", template)
     assert found.separator(template) == between
-    calls = [text_of(shape, arguments) for shape, arguments in zip(shapes, ({"city": "x"}, {}), strict=True)]
+    shapes = shapes_of("required", template)
+    calls: list[tuple[CallShape, object]] = list(zip(shapes, ({"city": "x"}, {}), strict=True))
     one, more = (call_grammar(shapes, lambda marker: None, each) for each in (None, between))
-    for text in (calls[0], calls[1]):
-        assert accepts(one, [*text.encode()])
-        assert accepts(more, [*text.encode()])
-    several = between.join([*calls, calls[0]])
+    for call in calls:
+        assert accepts(one, [*text_of(call).encode()])
+        assert accepts(more, [*text_of(call).encode()])
+    several = text_of(*calls, calls[0], between=between)
     assert accepts(more, [*several.encode()])
     assert not accepts(one, [*several.encode()])
-    assert not accepts(more, [*(calls[0] + between + "Hello").encode()])
+    assert not accepts(more, [*(text_of(calls[0]) + between + "Hello").encode()])
     deltas = parse(found(), [several])
     assert [delta.name for delta in deltas if isinstance(delta, ToolDelta) and delta.name] == [
         "weather",
