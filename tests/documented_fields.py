@@ -1,8 +1,9 @@
-"""The request fields that vLLM's and llama.cpp's servers document, as data.
+"""The request fields that vLLM's, llama.cpp's and Anthropic's servers document, as data.
 
 Sources: vLLM's protocol classes (vllm/entrypoints/openai/completion/protocol.py, .../chat_completion/protocol.py,
 .../responses/protocol.py at 010a69c, vllm/entrypoints/serve/tokenize/protocol.py at 030ea52; the first two at 002032e)
-with the fields of earlier versions that clients still send; llama.cpp's tools/server/README.md at 00dc805.
+with the fields of earlier versions that clients still send; llama.cpp's tools/server/README.md at 00dc805;
+anthropic-sdk-python's message_create_params.py and beta/message_create_params.py at 00dcf92 and 014c84e.
 """
 
 from __future__ import annotations
@@ -190,3 +191,32 @@ def value_of(name: str, path: str) -> Any:
     if name == "logprobs" and path != "/v1/completions":
         return True
     return VALUES.get(name, ANY)
+
+
+# Anthropic's fields, each with a value that is not its default, and what this server does: it reads the value, refuses
+# it by name, or accepts it because the answer is the same.
+ANTHROPIC: Mapping[str, tuple[Any, str]] = MappingProxyType(
+    {
+        "cache_control": ({"type": "ephemeral"}, "accepts"),
+        "container": ("container_1", "refuses"),
+        "context_management": ({"edits": [{"type": "clear_tool_uses_20250919"}]}, "refuses"),
+        "inference_geo": ("eu", "accepts"),
+        "max_tokens": (3, "reads"),
+        "mcp_servers": ([{"type": "url", "name": "x", "url": "https://x"}], "refuses"),
+        "messages": ([{"role": "user", "content": "other"}], "reads"),
+        "metadata": ({"user_id": "me"}, "accepts"),
+        "output_config": ({"format": {"type": "json_schema", "schema": _SCHEMA}}, "reads"),
+        "output_format": ({"type": "json_schema", "schema": _SCHEMA}, "reads"),
+        "service_tier": ("standard_only", "accepts"),
+        "speed": ("fast", "accepts"),
+        "stop_sequences": (["-", "9"], "reads"),
+        "system": ("be brief", "reads"),
+        "temperature": (0.0, "reads"),
+        "thinking": ({"type": "enabled", "budget_tokens": 1024}, "reads"),
+        "tool_choice": ({"type": "any"}, "reads"),  # beside tools
+        "tools": ([{"name": "f", "input_schema": {"type": "object"}}], "reads"),
+        "top_k": (1, "reads"),
+        "top_p": (0.01, "reads"),
+        "user_profile_id": ("me", "accepts"),
+    }
+)

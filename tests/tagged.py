@@ -22,6 +22,13 @@ HARMONY_TEMPLATE = """
 final<|message|>{{ m.content }}<|return|>{% else %}{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+CALLS_TEMPLATE = """{%- if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif -%}
+{%- for message in messages %}{{ '[' + message.role + ']' }}
+{%- if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}
+{{- '[end]' }}{% endfor -%}
+{%- if add_generation_prompt %}{{ '[assistant]' }}{% if enable_thinking %}<think>{% endif %}{% endif %}{# </think> #}"""
 TAGS = (
     *HARMONY,
     "<tool_call>",

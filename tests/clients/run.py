@@ -25,8 +25,8 @@ from tests.tagged import write_tagged
 
 HERE = Path(__file__).parent
 PYTHON_CLIENTS = (
-    *("openai_client.py", "langchain_client.py", "langchain_anthropic_client.py"),
-    *("instructor_client.py", "litellm_client.py"),
+    *("openai_client.py", "langchain_client.py", "instructor_client.py", "litellm_client.py"),
+    *("anthropic_client.py", "langchain_anthropic_client.py"),
 )
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it waits for a list of prices on the web
 TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")

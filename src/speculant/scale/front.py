@@ -39,6 +39,7 @@ from speculant.serving import (
     add_guards,
     add_page,
     error_event,
+    is_billing,
     json_response,
     key_digest,
     timed_out,
@@ -55,7 +56,7 @@ TRIES = 3  # replicas that a request is sent to before it fails
 ASKING_S = 10.0  # for replicas to answer a question about their state
 KEPT_S = 1.0  # for which their answers are kept
 _LOST = (RayActorError, ReplicaUnavailableError)
-_NAMED = "/v1/responses"  # where the events of streams have names
+_NUMBERED = "/v1/responses"  # where the events of streams have numbers
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ def text_of(body: dict[str, Any]) -> str:
     """Return the text of a body's messages, prompt or input: the same for the same prefix of a conversation."""
     for name in ("messages", "prompt", "input"):
         if (value := body.get(name)) is not None:
-            parts = [before] if isinstance(before := body.get("instructions"), str) else []
-            _collect(value, parts)
+            parts: list[str] = []
+            _collect([body.get("instructions"), body.get("system"), value], parts)
             return "\n".join(parts)
     return ""
 
@@ -98,7 +99,7 @@ def _collect(value: Any, parts: list[str]) -> None:
     while waiting:
         item = waiting.pop()
         if isinstance(item, str | int):
-            parts.append(str(item))
+            parts += [] if is_billing(item) else [str(item)]
         elif isinstance(item, list):
             waiting.extend(reversed(item))
         elif isinstance(item, dict):
@@ -157,7 +158,9 @@ class Fleet:
                     raise failure from error
                 if not _is_stream(head):
                     raise ConnectionError(failure.message) from error
-                yield error_event(failure, events, routed.request.path == _NAMED)
+                request = routed.request
+                scope = {"path": request.path, "headers": request.headers}
+                yield error_event(failure, scope, events if request.path == _NUMBERED else None)
                 return
             finally:
                 self._end(call)

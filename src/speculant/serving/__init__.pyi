@@ -1,3 +1,9 @@
+from .anthropic.messages import (
+    MESSAGE_BODIES as MESSAGE_BODIES,
+    MessagesBody as MessagesBody,
+    chat_of as chat_of,
+    is_billing as is_billing,
+)
 from .app import (
     OPEN_PATHS as OPEN_PATHS,
     PAGE as PAGE,
@@ -73,7 +79,6 @@ from .openai.responses import (
     read_items as read_items,
     shown_settings as shown_settings,
 )
-from .openai.service import error_event as error_event
 from .openai.settings import (
     Prompt as Prompt,
     chat_params as chat_params,
@@ -139,6 +144,7 @@ from .wire import (
     api_error as api_error,
     encode as encode,
     encode_in_parts as encode_in_parts,
+    error_event as error_event,
     event as event,
     json_response as json_response,
     note_end as note_end,

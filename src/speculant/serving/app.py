@@ -23,6 +23,7 @@ from starlette.routing import Match, Route
 from speculant import __version__
 from speculant.engine import AsyncEngine
 from speculant.errors import SpeculantError
+from speculant.serving.anthropic.messages import MESSAGE_BODIES, MessageRoutes
 from speculant.serving.http.limits import ApiKeys, Heads, RequestLimits, Sites
 from speculant.serving.openai.protocol import BODIES, Body
 from speculant.serving.openai.responses import ResponseRoutes
@@ -31,7 +32,16 @@ from speculant.serving.openai.settings import unknown_formats
 from speculant.serving.options import PROBED_PATHS, ServerOptions
 from speculant.serving.records import AccessLog, Report, RequestRecords, Tracer
 from speculant.serving.state import ServerState, Source, TextLanes
-from speculant.serving.wire import REQUEST_ID, ApiError, ClientGoneError, api_error, encode, error_response, note_end
+from speculant.serving.wire import (
+    REQUEST_ID,
+    ApiError,
+    ClientGoneError,
+    api_error,
+    encode,
+    error_response,
+    note_end,
+    request_id_headers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +81,20 @@ _ERROR = {
     },
 }
 
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": ["string", "null"]},
+    },
+}
+
 
 def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) -> FastAPI:
     """Return an application that serves an engine. A function as `engine` loads it while the server already listens.
@@ -95,7 +119,7 @@ def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) 
     responses = ResponseRoutes(service)
     app.state.server, app.state.service, app.state.tracer = state, service, tracer
     app.state.stored = responses.store
-    _add_routes(app, Routes(service), responses)
+    _add_routes(app, Routes(service), responses, MessageRoutes(service))
     add_guards(app, options, tracer)
     app.openapi = functools.cache(lambda: describe(app))  # type: ignore[method-assign]
     app.add_api_route("/openapi.json", _description_route(app), methods=["GET"], include_in_schema=False)
@@ -124,7 +148,7 @@ def add_guards(app: FastAPI, options: ServerOptions, tracer: Tracer | None = Non
     app.add_middleware(RequestRecords, reports=reports)
 
 
-def _add_routes(app: FastAPI, routes: Routes, responses: ResponseRoutes) -> None:
+def _add_routes(app: FastAPI, routes: Routes, responses: ResponseRoutes, messages: MessageRoutes) -> None:
     app.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"])
     app.add_api_route("/v1/completions", routes.completions, methods=["POST"])
     app.add_api_route("/v1/responses", responses.create, methods=["POST"])
@@ -132,6 +156,8 @@ def _add_routes(app: FastAPI, routes: Routes, responses: ResponseRoutes) -> None
     app.add_api_route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"])
     app.add_api_route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"])
     app.add_api_route("/v1/responses/{response_id}/input_items", responses.input_items, methods=["GET"])
+    app.add_api_route("/v1/messages", messages.create, methods=["POST"])
+    app.add_api_route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"])
     app.add_api_route("/v1/models", routes.models, methods=["GET"])
     app.add_api_route("/v1/models/{model:path}", routes.model, methods=["GET"])
     app.add_api_route("/tokenize", routes.tokenize, methods=["POST"])
@@ -181,8 +207,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
     body, request_id = getattr(request.state, "body", None), request.scope.get(REQUEST_ID, "")
     if not isinstance(error, ApiError | SpeculantError):
         logger.error("request %s failed: %r", request_id, error)  # the traceback comes from the server
-    response = error_response(api_error(error, body.sent_as) if isinstance(body, Body) else api_error(error))
-    response.headers["x-request-id"] = request_id  # the middleware does not see the answer to an unknown error
+    told = api_error(error, body.sent_as) if isinstance(body, Body) else api_error(error)
+    response = error_response(told, request.scope)
+    for name in request_id_headers(request.scope):  # the middleware does not see the answer to an unknown error
+        response.headers[name] = request_id
     return response
 
 
@@ -192,14 +220,14 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         there = ", ".join(f"{method} {path}" for path, methods in _methods(routes).items() for method in methods)
         text = f"There is no route {request.method} {request.url.path[:80]!r}. There are: {there}."
-        return error_response(ApiError(404, text, code="unknown_url"))
+        return error_response(ApiError(404, text, code="unknown_url"), request.scope)
     if error.status_code == 405:
         matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
         allowed = sorted({method for route in matching for method in route.methods or ()})
         allowed += ["HEAD"] if "GET" in allowed and "HEAD" not in allowed else []
         text = f"{request.method} is not a method of this route: use {' or '.join(allowed)}."
-        return error_response(ApiError(405, text, headers={"allow": ", ".join(allowed)}))
-    return error_response(ApiError(error.status_code, str(error.detail), headers=error.headers))
+        return error_response(ApiError(405, text, headers={"allow": ", ".join(allowed)}), request.scope)
+    return error_response(ApiError(error.status_code, str(error.detail), headers=error.headers), request.scope)
 
 
 def _methods(routes: Sequence[Route]) -> dict[str, list[str]]:
@@ -239,17 +267,17 @@ def _description_route(app: FastAPI) -> Callable[[], Awaitable[Response]]:
 def describe(app: FastAPI) -> dict[str, Any]:
     """Return the OpenAPI document of an app: FastAPI's, with the bodies that the routes parse themselves."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    kinds = [(kind, "validation") for kind in BODIES.values()]
+    bodies = {**BODIES, **MESSAGE_BODIES}
+    kinds = [(kind, "validation") for kind in bodies.values()]
     named, definitions = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    schemas |= {**definitions["$defs"], "ErrorResponse": _ERROR}
-    for path, kind in BODIES.items():
+    schemas |= {**definitions["$defs"], "ErrorResponse": _ERROR, "AnthropicErrorResponse": _ANTHROPIC_ERROR}
+    for path, kind in bodies.items():
         content = {"application/json": {"schema": named[(kind, "validation")]}}
         document["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
-    for operations in document["paths"].values():
+    for path, operations in document["paths"].items():
+        name = "AnthropicErrorResponse" if path in MESSAGE_BODIES else "ErrorResponse"
+        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
         for operation in operations.values():
-            operation["responses"]["default"] = {
-                "description": "An error",
-                "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}},
-            }
+            operation["responses"]["default"] = {"description": "An error", "content": content}
     return document

@@ -42,7 +42,7 @@ from speculant.errors import ConfigError
 from speculant.metrics import RequestMetrics, SpeculationMetrics
 from speculant.params import SamplingParams
 from speculant.serving.http.clients import client_of
-from speculant.serving.wire import RECORD, REQUEST_ID
+from speculant.serving.wire import RECORD, REQUEST_ID, request_id_headers
 from speculant.types import RequestOutput
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class RequestRecords:
         async def send_noted(message: Message) -> None:
             record.note(message)
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                MutableHeaders(scope=message).update(dict.fromkeys(request_id_headers(scope), request_id))
             await send(message)
 
         try:

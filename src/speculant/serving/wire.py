@@ -1,4 +1,4 @@
-"""What a client gets: errors in OpenAI's shape, JSON documents, events, and responses sent while they are made.
+"""What a client gets: errors in the shape of its API, JSON documents, events, and responses sent while they are made.
 
 An error has no paths or memory addresses of the server. A response ends when its client disconnects or reads slowly.
 """
@@ -41,6 +41,7 @@ _NAME = re.compile(r"\w+[=\[]|[a-z]*_")  # a message begins with a field's name
 _NOUNS = frozenset({"prompt", "source", "method", "verification"})  # messages use these field names as nouns
 _OF_REQUESTS = RequestError, ConfigError, ModelError  # the client has to change its request
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPICS = {**_TYPES, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 
 
 class ApiError(Exception):
@@ -68,9 +69,16 @@ class ApiError(Exception):
         return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     def body(self) -> dict[str, Any]:
-        """Return the body of the response, or the data of an error event."""
+        """Return the body of the response, or the data of an error event, in OpenAI's shape."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+    def body_for(self, scope: Scope) -> dict[str, Any]:
+        """Return the same in the shape that the client of a request reads."""
+        if not is_anthropic(scope):
+            return self.body()
+        kind = _ANTHROPICS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": scope.get(REQUEST_ID)}
 
 
 def refusal(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -247,14 +255,37 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
     return Response(encode(value), status, dict(headers or {}), media_type="application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    """Return the response of an error."""
-    return json_response(error.body(), error.status, error.headers)
+def is_anthropic(scope: Scope) -> bool:
+    """Whether the client of a request reads Anthropic's shapes."""
+    path: str = scope["path"]
+    if path.startswith(_MODELS):
+        return any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return path == _MESSAGES or path.startswith(_MESSAGES + "/")
 
 
-def raw_error(error: ApiError) -> bytes:
-    """Return the bytes of an error's response, after which the connection is closed."""
-    response = error_response(error)
+def request_id_headers(scope: Scope) -> tuple[str, ...]:
+    """Return the names of the headers that have a request's id in its response."""
+    return ("x-request-id", "request-id") if is_anthropic(scope) else ("x-request-id",)
+
+
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """Return the response of an error to a request."""
+    return json_response(error.body_for(scope), error.status, error.headers)
+
+
+def error_event(error: ApiError, scope: Scope, number: int | None = None) -> bytes:
+    """Return the last event of a stream that failed. number: of the event, in a stream that numbers its events."""
+    if is_anthropic(scope):
+        return event(error.body_for(scope), "error")
+    if number is None:
+        return event(error.body())
+    value = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+    return event({**value, "sequence_number": number}, "error")
+
+
+def raw_error(error: ApiError, scope: Scope | None = None) -> bytes:
+    """Return the bytes of an error's response, after which the connection is closed. scope: the request's, if known."""
+    response = error_response(error, _UNKNOWN if scope is None else scope)
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode("ascii"), b"connection: close"]
     lines += [name + b": " + value for name, value in response.raw_headers]
     return b"\r\n".join(lines) + b"\r\n\r\n" + bytes(response.body)
@@ -264,6 +295,8 @@ logger = logging.getLogger(__name__)
 
 RECORD = "speculant.record"  # in a scope: the request's record, if it has one
 REQUEST_ID = "speculant.request_id"  # in a scope: X-Request-Id
+_MESSAGES, _MODELS = "/v1/messages", "/v1/models"
+_UNKNOWN: Scope = {"path": ""}
 ABORT = "speculant.abort"  # in a scope's extensions: closes the connection at once; unsent data is lost
 T = TypeVar("T")
 WHOLE = 2**20  # bytes of a document that is sent at once, with its length

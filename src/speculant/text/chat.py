@@ -29,7 +29,7 @@ from speculant.text.sandbox import BoundedEnvironment, Budget
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _CUSTOM_ROLE = re.compile(r"[A-Za-z][\w.-]{0,63}", re.ASCII)
-_NOT_CONTINUED = "leave out continue_final_message."
+_NOT_CONTINUED = "let the conversation end with a user's message, without continue_final_message."
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 _REPAIR = "repair chat_template.jinja (or chat_template in tokenizer_config.json), or send a plain prompt."

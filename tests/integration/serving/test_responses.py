@@ -23,17 +23,10 @@ from speculant.serving import ResponseStore
 from tests.openai_schema import Check, Recorder
 from tests.raw_clients import Connection, encoded
 from tests.servers import LiveServer, ServerProcess, serve_process
-from tests.tagged import write_tagged
+from tests.tagged import CALLS_TEMPLATE, write_tagged
 
 __all__ = ["serve_process"]
 
-TEMPLATE = """{%- if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif -%}
-{%- for message in messages %}{{ '[' + message.role + ']' }}
-{%- if message.reasoning_content %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
-{{- message.content }}
-{%- for call in message.tool_calls or [] %}{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}
-{{- '[end]' }}{% endfor -%}
-{%- if add_generation_prompt %}{{ '[assistant]' }}{% if enable_thinking %}<think>{% endif %}{% endif %}{# </think> #}"""
 PARAMETERS = {
     "type": "object",
     "properties": {"size": {"enum": [1, 2]}},
@@ -52,7 +45,7 @@ EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the folder of a small model whose template has calls, and reasoning between two tokens."""
-    return write_tagged(tmp_path_factory.mktemp("responses") / "model", TEMPLATE, ("<think>", "</think>"))
+    return write_tagged(tmp_path_factory.mktemp("responses") / "model", CALLS_TEMPLATE, ("<think>", "</think>"))
 
 
 @pytest.fixture(scope="module")

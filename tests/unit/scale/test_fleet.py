@@ -101,6 +101,16 @@ def test_error_events_of_responses_are_numbered() -> None:
     assert (told["type"], told["code"], told["sequence_number"]) == ("error", "replica_lost", 3)
 
 
+def test_error_events_of_messages_have_anthropic_s_form() -> None:
+    async def ask() -> bytes:
+        handle = FakeHandle(saying("one", STREAM, b"event: a\ndata: {}\n\n", LOST))
+        return bytes((await _read(Fleet(handle), "/v1/messages"))[-1])
+
+    name, data = _run(ask()).split(b"\n")[:2]
+    told = json.loads(data.removeprefix(b"data: "))
+    assert (name, told["type"], told["error"]["type"]) == (b"event: error", "error", "overloaded_error")
+
+
 def test_a_broken_whole_response_is_an_error() -> None:
     async def ask() -> None:
         await _read(Fleet(FakeHandle(saying("one", JSON, b"{", LOST))))
@@ -287,6 +297,10 @@ def test_prompts_and_inputs_have_their_text() -> None:
     assert text({"prompt": ["def f", "def g"]}).startswith("def f")
     assert text({"input": "Hello.", "instructions": "Be brief."}) == "Be brief.\nHello."
     assert "Hello." in text({"input": CHAT})
+    label, own = ({"type": "text", "text": each} for each in ("x-anthropic-billing-header: cch=1", "Be brief."))
+    system = text({"messages": CHAT[1:], "system": [label, own]})
+    assert system == text({"messages": CHAT[1:], "system": "Be brief."})
+    assert system.startswith("Be brief.")
 
 
 def test_token_ids_share_their_beginnings() -> None:

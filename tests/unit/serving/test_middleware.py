@@ -83,9 +83,21 @@ def test_a_wrong_key_is_refused(given: str | None) -> None:
 
 
 @pytest.mark.parametrize("key", ["one", "two"])
-def test_a_key_is_passed_on(key: str) -> None:
-    response = ask(ApiKeys(echo, ["one", "two"]), headers={"authorization": f"Bearer {key}"})
+@pytest.mark.parametrize("other", [{}, {"authorization": "Bearer none"}, {"x-api-key": "none"}], ids=str)
+@pytest.mark.parametrize("own", [{"authorization": "Bearer {}"}, {"x-api-key": "{}"}], ids=str)
+def test_a_key_is_passed_on(key: str, own: dict[str, str], other: dict[str, str]) -> None:
+    """Anthropic's clients may send one key in each header."""
+    headers = {**other, **{name: value.format(key) for name, value in own.items()}}
+    response = ask(ApiKeys(echo, ["one", "two"]), headers=headers)
     assert response.json()["key"] == key
+
+
+@pytest.mark.parametrize("headers", [[("x-api-key", "one")] * 2, [("x-api-key", "")], [("x-api-key", "Bearer one")]])
+def test_other_keys_are_refused_in_anthropic_s_form(headers: list[tuple[str, str]]) -> None:
+    response = ask(RequestRecords(ApiKeys(echo, ["one", "two"])), url="/v1/messages", headers=headers)
+    told = response.json()
+    assert (response.status_code, told["type"], told["error"]["type"]) == (401, "error", "authentication_error")
+    assert told["request_id"] == response.headers["request-id"]
 
 
 def test_health_needs_no_key() -> None:

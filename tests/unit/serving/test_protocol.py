@@ -23,8 +23,10 @@ from speculant.serving import (
     ChatBody,
     CompletionBody,
     GeneratingBody,
+    MessagesBody,
     ResponseBody,
     as_chat,
+    chat_of,
     chat_params,
     completion_params,
     count_entries,
@@ -149,17 +151,23 @@ ROUTES: dict[str, tuple[type[GeneratingBody], dict[str, Any], Callable[[Any, Any
     "completions": (CompletionBody, {"prompt": "x"}, completion_params),
     "chat": (ChatBody, {"messages": [{"role": "user", "content": "x"}]}, chat_params),
     "responses": (ResponseBody, {"input": "x"}, lambda engine, body: chat_params(engine, as_chat(body))),
+    "messages": (
+        MessagesBody,
+        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9},
+        lambda engine, body: chat_params(engine, chat_of(body)),
+    ),
 }
 OWN = {"beam_width": 2, "speculation": False}
 BESIDE = {"length_penalty": {"beam_width": 2}}  # other settings that a setting needs
-NOT_OF_RESPONSES = {"n", "max_tokens", "prompt_logprobs"}  # refused, or under another name
+# Settings that a route refuses, or has under another name.
+NOT_OF = {"responses": {"n", "max_tokens", "prompt_logprobs"}, "messages": {"n", "stop", "prompt_logprobs"}}
 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_a_setting_is_passed_on(route: str, name: str) -> None:
     kind, base, read = ROUTES[route]
-    if route == "responses" and name in NOT_OF_RESPONSES:
+    if name in NOT_OF.get(route, ()):
         return
     value: Any = {**VALUES, **OWN}[name]
     engine = SimpleNamespace(default_params=SamplingParams(), prediction_method=None)

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from speculant.serving.http.clients import Connections, OpenConnection, RoundRobin, network_of
 from speculant.serving.options import PROBED_PATHS, ServerOptions
-from speculant.serving.wire import ABORT, ApiError, event, raw_error, refusal, unavailable
+from speculant.serving.wire import ABORT, ApiError, error_event, raw_error, refusal, unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class HttpExchange:
 
     def __init__(self, connection: HttpConnection, scope: Scope) -> None:
         self._http, self._flow, self._transport = connection.http, connection.flow, connection.transport
-        self._date, self._scope = connection.server.date, scope
+        self._date, self.scope = connection.server.date, scope
         self._on_complete: Callable[[], None] = connection.on_response_complete
         self.disconnected, self.keep_alive = False, True
         self.waiting_for_100_continue = self._http.they_are_waiting_for_100_continue
@@ -108,7 +108,7 @@ class HttpExchange:
     async def run(self, app: ASGIApp) -> None:
         """Let the application answer. If it fails, the answer says so, or ends with the connection."""
         try:
-            await app(self._scope, self.receive, self.send)
+            await app(self.scope, self.receive, self.send)
             if not (self.response_complete or self.disconnected):
                 raise RuntimeError("the application ended without a whole response")
         except BaseException as error:
@@ -158,13 +158,13 @@ class HttpExchange:
         headers = [(b"date", self._date), *message.get("headers", ())]
         kinds = [value for name, value in headers if name == b"content-type"]
         self.sends_events = bool(kinds) and kinds[0].startswith(b"text/event-stream")
-        if _CLOSE in self._scope["headers"] and _CLOSE not in headers:
+        if _CLOSE in self.scope["headers"] and _CLOSE not in headers:
             headers.append(_CLOSE)
         status = message["status"]
         self._write(h11.Response(status_code=status, headers=headers, reason=_phrase(status)))
 
     def _send_body(self, message: Message) -> None:
-        body = b"" if self._scope["method"] == "HEAD" else message.get("body", b"")
+        body = b"" if self.scope["method"] == "HEAD" else message.get("body", b"")
         self._write(h11.Data(data=body))
         if message.get("more_body", False):
             return
@@ -443,9 +443,9 @@ class HttpConnection(asyncio.BufferedProtocol, OpenConnection):
         """Tell the client that its request ends, unless an answer in another form than events has begun."""
         error = unavailable("This connection is needed for another request. Try again later.", "connection_taken")
         if not cycle.response_started:
-            self.transport.write(raw_error(error))
+            self.transport.write(raw_error(error, cycle.scope))
         elif cycle.sends_events and self.http.our_state is h11.SEND_BODY:
-            for each in (h11.Data(data=event(error.body())), h11.EndOfMessage()):
+            for each in (h11.Data(data=error_event(error, cycle.scope)), h11.EndOfMessage()):
                 self.transport.write(self.http.send(each))
         cycle.disconnected = True  # nothing else may be sent
 

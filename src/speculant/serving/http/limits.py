@@ -170,18 +170,17 @@ class ApiKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection, see ASGI."""
         if scope["type"] == "http" and self._keys and scope["path"] not in self._open_paths:
-            sent = Headers(scope=scope).getlist("authorization")
-            scheme, _, given = (sent[0] if len(sent) == 1 else "").partition(" ")
-            if scheme.lower() != "bearer" or not self._has(given.strip()):
+            given = next(filter(self._has, _sent_keys(Headers(scope=scope))), None)
+            if given is None:
                 error = ApiError(
                     401,
-                    "The API key is missing or wrong: send it in one header, Authorization: Bearer KEY.",
+                    "The API key is missing or wrong: send it in one header, Authorization: Bearer KEY or X-Api-Key.",
                     code="invalid_api_key",
                     headers={"www-authenticate": "Bearer"},
                 )
                 await refuse(error, scope, receive, send)
                 return
-            scope[API_KEY] = given.strip()
+            scope[API_KEY] = given
         await self._app(scope, receive, send)
 
     def _has(self, given: str) -> bool:
@@ -189,6 +188,16 @@ class ApiKeys:
         data = given.encode("utf-8", "surrogateescape")
         matches = [hmac.compare_digest(data, key.encode("ascii")) for key in self._keys]
         return any(matches)
+
+
+def _sent_keys(headers: Headers) -> Iterator[str]:
+    """Yield the keys of a request: at most one as a bearer, as OpenAI's clients send it, and one as Anthropic's do."""
+    bearers, plain = headers.getlist("authorization"), headers.getlist("x-api-key")
+    scheme, _, given = (bearers[0] if len(bearers) == 1 else "").partition(" ")
+    if scheme.lower() == "bearer":
+        yield given.strip()
+    if len(plain) == 1:
+        yield plain[0].strip()
 
 
 def _too_large(most: int) -> ApiError:
@@ -209,7 +218,7 @@ def _after(body: bytes, receive: Receive) -> Receive:
 
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer before the body was read, discard what arrives within a second, and close the connection."""
-    response = error_response(error)
+    response = error_response(error, scope)
     headers = MutableHeaders(raw=list(response.raw_headers))
     headers["connection"] = "close"
     await send({"type": "http.response.start", "status": error.status, "headers": headers.raw})

@@ -99,7 +99,7 @@ class Prediction(BaseModel):
     content: str | Parts
 
 
-_SPECULATION = MappingProxyType({"method": ("speculation",), "verification": ("speculation",)})
+SPECULATION = MappingProxyType({"method": ("speculation",), "verification": ("speculation",)})
 
 
 def _on_wire(hint: Any) -> Any:
@@ -151,7 +151,7 @@ class CompletionBody(GeneratingBody):
         {
             "structured_outputs": ("structured_outputs", "response_format"),
             "source": ("prompt",),
-            **_SPECULATION,
+            **SPECULATION,
         }
     )
 
@@ -229,7 +229,7 @@ class ChatBody(ConversationBody, GeneratingBody):
             "logprobs": ("top_logprobs", "logprobs"),
             "structured_outputs": ("structured_outputs", "response_format", "tool_choice"),
             "prompt": ("messages",),
-            **_SPECULATION,
+            **SPECULATION,
         }
     )
 
@@ -242,6 +242,12 @@ class ChatBody(ConversationBody, GeneratingBody):
     return_token_ids: bool | None = None
 
 
+class TranslatedChat(ChatBody):
+    """A request in another shape as a chat. The form of its text has no effect on a required call."""
+
+    call_replaces_form: ClassVar[bool] = True
+
+
 class ResponseBody(GeneratingBody):
     """A body of /v1/responses. input: a text, or items: messages whose parts are text, calls and their outputs."""
 
@@ -252,7 +258,7 @@ class ResponseBody(GeneratingBody):
             "response_format": ("response_format", "text"),
             "prompt": ("input",),
             "messages": ("input",),
-            **_SPECULATION,
+            **SPECULATION,
         }
     )
     instead = MappingProxyType(
@@ -340,13 +346,13 @@ def read_body(kind: type[T], raw: bytes) -> T:
     except ValidationError as error:
         raise _invalid(error) from None
     for name, value in body:
-        if not _is_finite(value):  # pydantic reads NaN and Infinity, and 1e999 as infinity
+        if not is_finite(value):  # pydantic reads NaN and Infinity, and 1e999 as infinity
             raise refusal(f"{name} has a number that JSON can't express.", name, "invalid_json")
     _check_others(body, body.model_extra or {})
     return body
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     """Whether all numbers within a value are finite."""
     waiting = [value]
     while waiting:

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,7 +22,15 @@ from speculant.engine import AsyncEngine, StreamPiece
 from speculant.serving.http.clients import client_of
 from speculant.serving.openai.answers import Answer, Call, Chunk, chat_logprob, new_id
 from speculant.serving.openai.messages import MessagePart, MessageReader
-from speculant.serving.openai.protocol import ChatBody, FunctionCall, GeneratingBody, Message, ResponseBody, ToolCall
+from speculant.serving.openai.protocol import (
+    ChatBody,
+    FunctionCall,
+    GeneratingBody,
+    Message,
+    ResponseBody,
+    ToolCall,
+    TranslatedChat,
+)
 from speculant.serving.openai.service import Job, Service
 from speculant.serving.openai.settings import Prompt, with_allowed_tools
 from speculant.serving.openai.store import ResponseStore, StoredItem, StoredResponse, Turn
@@ -59,12 +67,6 @@ _OF_NOTHING = frozenset(  # values of `include` about items that no response her
 )
 
 
-class ResponseChat(ChatBody):
-    """A response's request as a chat. The form of its text has no effect on a required call."""
-
-    call_replaces_form: ClassVar[bool] = True
-
-
 def as_chat(body: ResponseBody) -> ChatBody:
     """Return a response's request as a chat without messages yet.
 
@@ -89,7 +91,7 @@ def as_chat(body: ResponseBody) -> ChatBody:
         "logprobs": logprobs,
         "top_logprobs": body.top_logprobs if logprobs else None,
     }
-    return with_allowed_tools(ResponseChat.model_construct(**{name: getattr(body, name) for name in _SAME} | own))
+    return with_allowed_tools(TranslatedChat.model_construct(**{name: getattr(body, name) for name in _SAME} | own))
 
 
 def shown_settings(body: ResponseBody) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -62,7 +63,9 @@ from speculant.serving.wire import (
     document_response,
     encode_in_parts,
     encode_long,
+    error_event,
     event,
+    is_anthropic,
     json_response,
     note_end,
     refusal,
@@ -82,8 +85,8 @@ T = TypeVar("T")
 class Job:
     """One request that generates: its body, how to make its prompts, and the shape of its answer.
 
-    named_events: the stream has OpenAI's newer form, events with names. before_end: called once the answer is complete,
-    before its end is sent.
+    named_events: the stream's events have names, as in OpenAI's newer form and in Anthropic's. before_end: called once
+    the answer is complete, before its end is sent.
     """
 
     body: GeneratingBody
@@ -292,7 +295,7 @@ def _num_sequences(params: SamplingParams) -> int:
 async def _events(
     first: Sequence[Chunk] | None, chunks: AsyncGenerator[Sequence[Chunk], None], named: bool, scope: Scope
 ) -> AsyncGenerator[bytes, None]:
-    """Yield server-sent events; an error is the last one."""
+    """Yield server-sent events; an error is the last one. named: they have names, as in OpenAI's newer streams."""
     number = 0
     try:
         async with aclosing(chunks):
@@ -308,15 +311,7 @@ async def _events(
         note_end(scope, "error")
         if not isinstance(error, ApiError | SpeculantError):
             logger.error("request %s failed", scope.get(REQUEST_ID), exc_info=error)
-        yield error_event(api_error(error), number, named)
-
-
-def error_event(error: ApiError, number: int, named: bool) -> bytes:
-    """Return the last event of a stream that failed. named: its events have names, and this one has this number."""
-    if not named:
-        return event(error.body())
-    value = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
-    return event({**value, "sequence_number": number}, "error")
+        yield error_event(api_error(error), scope, number if named else None)
 
 
 Pieces = AsyncGenerator[StreamPiece, None]
@@ -475,17 +470,19 @@ class Routes:
             self._tokenizer_info = await encode_in_parts(dict(tokenizer.settings))
         return Response(self._tokenizer_info, media_type="application/json")
 
-    async def models(self) -> Response:
+    async def models(self, request: Request) -> Response:
         """List the names of the model."""
-        engine = self._service.state.engine
-        return json_response({"object": "list", "data": [self._model(engine, name) for name in self._service.names]})
+        engine, names = self._service.state.engine, self._service.names
+        page = {"first_id": names[0], "last_id": names[-1], "has_more": False} if is_anthropic(request.scope) else {}
+        data = [self._model(engine, name, request) for name in names]
+        return json_response({"object": "list", "data": data, **page})
 
-    async def model(self, model: str) -> Response:
+    async def model(self, request: Request, model: str) -> Response:
         """Describe the model."""
         engine = self._service.state.engine
         if not self._service.has_name(model):
             raise ApiError(404, f"The model {model!r} does not exist.", param="model", code="model_not_found")
-        return json_response(self._model(engine, model))
+        return json_response(self._model(engine, model, request))
 
     async def health(self) -> Response:
         """Return whether requests are served: 200, or 503 with the reason."""
@@ -533,15 +530,19 @@ class Routes:
         """Return the version of this package."""
         return json_response({"version": __version__})
 
-    def _model(self, engine: AsyncEngine, name: str) -> dict[str, Any]:
-        created = self._service.state.created
+    def _model(self, engine: AsyncEngine, name: str, request: Request) -> dict[str, Any]:
+        """Return the description of the model. It has the fields of Anthropic's, too, for a client that reads these."""
+        created, longest = self._service.state.created, engine.limits.max_model_len
+        since = datetime.fromtimestamp(created, UTC).isoformat()
+        more = {"type": "model", "display_name": name, "created_at": since, "max_input_tokens": longest}
         return {
+            **(more if is_anthropic(request.scope) else {}),
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "speculant",
             "root": self._service.names[0],
-            "max_model_len": engine.limits.max_model_len,
+            "max_model_len": longest,
             "chat": engine.tokenizer.chat_template is not None and not engine.has_source,
             "speculation": {"on": engine.speculating, "detail": engine.speculation},
         }

@@ -284,7 +284,7 @@ def _format_of(tokenizer: Tokenizer, body: ChatBody, name: str | None) -> type[T
         known = ", ".join(plugins.names("speculant.serving.tools"))
         raise refusal(
             "The format of this model's tool calls is unknown, so they can't be separated from text. "
-            f'Start the server with --tool-parser ({known}), or send tool_choice="required" or a named function.',
+            f"Start the server with --tool-parser ({known}), or require a call by tool_choice.",
             "tool_choice",
         )
     return found
