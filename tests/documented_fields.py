@@ -55,11 +55,14 @@ top_n_sigma n_discard speculative.n_max speculative.n_min speculative.p_min inpu
 messages response_format chat_template_kwargs reasoning_effort reasoning_format reasoning_control parallel_tool_calls
 content add_special parse_special with_pieces tokens
 """
+_EDITORS = "t_max_prompt_ms"  # llama.vim and llama.vscode send it, and llama.cpp does not read it
 OPENAI = """
 audio function_call functions modalities metadata prediction prompt_cache_key prompt_cache_retention
 safety_identifier service_tier store verbosity web_search_options conversation
 """
-NAMES: tuple[str, ...] = tuple(sorted({*" ".join((*VLLM.values(), _VLLM_PROMPTS, LLAMA_CPP, OPENAI)).split()}))
+NAMES: tuple[str, ...] = tuple(
+    sorted({*" ".join((*VLLM.values(), _VLLM_PROMPTS, LLAMA_CPP, _EDITORS, OPENAI)).split()})
+)
 
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}

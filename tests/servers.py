@@ -26,6 +26,7 @@ from speculant.errors import ModelError
 from speculant.serving import Server, ServerOptions, ServerState, make_app
 
 _PATIENCE = 30.0
+FIM_MARKS = {"fim_pre_token": "Ā", "fim_suf_token": "ā", "fim_mid_token": "Ă"}  # the bytes 0, 1 and 2
 
 
 Server.tick_s = 0.01  # so that servers notice ends and deadlines soon

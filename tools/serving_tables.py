@@ -19,12 +19,11 @@ sys.path.insert(0, str(ROOT))
 from tools.support_table import replaced  # noqa: E402
 
 from speculant.cli import ServerFlags  # noqa: E402
-from speculant.serving import ACCEPTED, REFUSED, ChatBody, CompletionBody, ResponseBody  # noqa: E402
+from speculant.serving import ACCEPTED, REFUSED, ChatBody, CompletionBody, InfillBody, ResponseBody  # noqa: E402
 
 PAGE = ROOT / "docs" / "serving.md"
-BODIES = {"chats": ChatBody, "completions": CompletionBody, "responses": ResponseBody}
-UNSUPPORTED = "suffix"  # a field that is declared, and refused with a value
-READ = {field for body in BODIES.values() for field in body.model_fields} - {UNSUPPORTED}
+BODIES = {"chats": ChatBody, "completions": CompletionBody, "responses": ResponseBody, "infill": InfillBody}
+READ = {field for body in BODIES.values() for field in body.model_fields}
 
 
 def updated(page: str) -> str:
@@ -52,7 +51,7 @@ def others() -> Iterator[str]:
     absent = [name for name, (text,) in advice.items() if text not in instead]
     yield from ("| Fields | Use instead |", "|---|---|")
     yield from (f"| {_listed(names)} | {text.partition(' ')[2]} |" for text, names in instead.items())
-    yield f"| {_listed([*absent, UNSUPPORTED])} | nothing; the error says why |"
+    yield f"| {_listed(absent)} | nothing; the error says why |"
     yield f"| {_listed(name for name in ACCEPTED if name not in READ)} | accepted, without effect |"
 
 

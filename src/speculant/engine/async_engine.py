@@ -100,6 +100,13 @@ class AsyncEngine(Frontend[AsyncGenerator[StreamPiece, None]]):
         finally:
             self._thread.abort(stream)
 
+    def end(self, request_id: str) -> None:
+        """End a request with the tokens that it has, before the next step: its samples end with the reason "length".
+
+        An unknown id is ignored. A beam search, which has no text before its end, goes on.
+        """
+        self._thread.end(request_id)
+
     @takes(stream)
     async def generate(self, *arguments: Any, **named: Any) -> RequestOutput:
         """Complete one prompt; arguments and errors are those of `stream`."""
@@ -228,6 +235,10 @@ class EngineThread:
         """End a generation before the next step, if it has not ended yet; the stream gets nothing more."""
         self._inbox.put(partial(self._abort, stream=stream))
 
+    def end(self, request_id: str) -> None:
+        """End a generation before the next step; its stream gets the last piece of each sample that still runs."""
+        self._inbox.put(partial(self._finish, request_id=request_id))
+
     def has_begun(self, request_id: str) -> bool:
         """Whether a generation that has not ended has taken part in a pass."""
         stream = self._open.get(request_id)
@@ -306,6 +317,12 @@ class EngineThread:
         if self._open.get(request_id) is stream:
             del self._open[request_id]
             engine.abort(request_id)
+
+    def _finish(self, engine: Engine, request_id: str) -> None:
+        stream = self._open.get(request_id)
+        if stream is not None and (last := stream.generation.last_outputs()):
+            engine.abort(request_id, "length")
+            self._deliver(engine, stream, last)
 
     def _abort_all(self, engine: Engine) -> None:
         for stream in list(self._open.values()):

@@ -197,11 +197,11 @@ class Engine:
         """Raise the target's own error if it can't compute anything at all."""
         check_target(self._context.target, self._context.cache)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, reason: str = "abort") -> None:
         """End every sequence of a request at once and release its memory; an unknown id is ignored."""
         for request in list(self._by_id.get(request_id, ())):
             for sample in ending_with(request):
-                sample.ending = Ending("abort")
+                sample.ending = Ending(reason)
             self._end(request)
         self._note_standing()
 

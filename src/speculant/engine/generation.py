@@ -225,7 +225,7 @@ class StreamPiece:
     """
 
     index: int
-    token: int | None  # None ends a sample that failed
+    token: int | None  # None ends a sample that failed, or that was ended
     text: str
     drafted: bool = False
     finish_reason: str | None = None
@@ -299,6 +299,11 @@ class Generation:
         return StreamPiece(
             output.index, output.token, text, output.drafted, reason, done, logprobs, output.corrected, stop
         )
+
+    def last_outputs(self) -> list[StepOutput]:
+        """Return the last outputs of the samples that would end now with the tokens that they have."""
+        running = (request for request in self._requests if not request.finished and request.search is None)
+        return [StepOutput(self.request_id, request.index, None, False, "length") for request in running]
 
     def _next_logprobs(self, request: Request) -> Logprobs | None:
         """Return the log-probabilities of the next token that is streamed, if they were requested."""

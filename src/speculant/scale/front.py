@@ -85,6 +85,8 @@ def routed(request: InsideRequest, api_key: str | None) -> RoutedRequest:
 
 def text_of(body: dict[str, Any]) -> str:
     """Return the text of a body's messages, prompt or input: the same for the same prefix of a conversation."""
+    if "input_prefix" in body:  # the order of these texts in a prompt for completion at the cursor
+        body = {"prompt": [body.get("input_extra"), body["input_prefix"]]}
     for name in ("messages", "prompt", "input"):
         if (value := body.get(name)) is not None:
             parts: list[str] = []

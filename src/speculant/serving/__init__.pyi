@@ -43,6 +43,7 @@ from .http.limits import (
     RequestLimits as RequestLimits,
 )
 from .http.server import LAST_EVENTS as LAST_EVENTS, Acceptor as Acceptor, Server as Server, tls_context as tls_context
+from .infill import IndentedLines as IndentedLines
 from .metrics import RequestMeter as RequestMeter, ServerMetrics as ServerMetrics, token_buckets as token_buckets
 from .openai.answers import (
     LOWEST as LOWEST,
@@ -67,6 +68,7 @@ from .openai.protocol import (
     ChatBody as ChatBody,
     CompletionBody as CompletionBody,
     GeneratingBody as GeneratingBody,
+    InfillBody as InfillBody,
     Message as Message,
     ResponseBody as ResponseBody,
     count_entries as count_entries,

@@ -25,6 +25,7 @@ from speculant.engine import AsyncEngine
 from speculant.errors import SpeculantError
 from speculant.serving.anthropic.messages import MESSAGE_BODIES, MessageRoutes
 from speculant.serving.http.limits import ApiKeys, Heads, RequestLimits, Sites
+from speculant.serving.infill import InfillRoute
 from speculant.serving.openai.protocol import BODIES, Body
 from speculant.serving.openai.responses import ResponseRoutes
 from speculant.serving.openai.service import Routes, Service
@@ -120,6 +121,7 @@ def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) 
     app.state.server, app.state.service, app.state.tracer = state, service, tracer
     app.state.stored = responses.store
     _add_routes(app, Routes(service), responses, MessageRoutes(service))
+    app.add_api_route("/infill", InfillRoute(service).infill, methods=["POST"])
     add_guards(app, options, tracer)
     app.openapi = functools.cache(lambda: describe(app))  # type: ignore[method-assign]
     app.add_api_route("/openapi.json", _description_route(app), methods=["GET"], include_in_schema=False)

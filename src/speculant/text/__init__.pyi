@@ -15,6 +15,14 @@ from .chat import (
     up_to_mark as up_to_mark,
     with_mark as with_mark,
 )
+from .fim import (
+    FAMILIES as FAMILIES,
+    FimMarks as FimMarks,
+    Hole as Hole,
+    PlainEncoder as PlainEncoder,
+    fim_prompt as fim_prompt,
+    find_fim as find_fim,
+)
 from .gguf_tokenizer import (
     ROLE_KEYS as ROLE_KEYS,
     SPLITS as SPLITS,

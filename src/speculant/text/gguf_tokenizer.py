@@ -74,6 +74,15 @@ ROLE_KEYS = {
     "cls_token": "cls_token_id",
     "mask_token": "mask_token_id",
 }
+# The marks for filling in the middle, by role; older files have the second key.
+FIM_KEYS = {
+    "fim_pre_token": ("fim_pre_token_id", "prefix_token_id"),
+    "fim_suf_token": ("fim_suf_token_id", "suffix_token_id"),
+    "fim_mid_token": ("fim_mid_token_id", "middle_token_id"),
+    "fim_pad_token": ("fim_pad_token_id",),
+    "fim_rep_token": ("fim_rep_token_id",),
+    "fim_sep_token": ("fim_sep_token_id",),
+}
 _UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # added tokens of Phi-3 that take in no spaces
 
 
@@ -350,17 +359,23 @@ def _unigram(entries: _Entries, tokens: _Tokens, settings: Mapping[str, Any]) ->
 
 def _settings(entries: _Entries, tokens: _Tokens, defaults: _Defaults) -> dict[str, Any]:
     settings: dict[str, Any] = {}
-    for role, key in ROLE_KEYS.items():
-        token_id = entries.get(f"tokenizer.ggml.{key}", int)
-        if token_id is not None and not 0 <= token_id < len(tokens.texts):
-            raise ModelError(f"tokenizer.ggml.{key} is {token_id}, but there are {len(tokens.texts)} tokens", _FIX)
-        token_id = defaults.role_ids.get(role) if token_id is None else token_id
+    keys = {role: (key,) for role, key in ROLE_KEYS.items()} | FIM_KEYS
+    for role, names in keys.items():
+        found = (_role_id(entries, f"tokenizer.ggml.{name}", len(tokens.texts)) for name in names)
+        token_id = next((each for each in found if each is not None), defaults.role_ids.get(role))
         if token_id is not None and token_id < len(tokens.texts):
             settings[role] = tokens.texts[token_id]
     settings["add_bos_token"] = entries.flag("tokenizer.ggml.add_bos_token", defaults.add_bos)
     settings["add_eos_token"] = entries.flag("tokenizer.ggml.add_eos_token", defaults.add_eos)
     settings["clean_up_tokenization_spaces"] = defaults.clean_spaces
     return settings | _templates(entries)
+
+
+def _role_id(entries: _Entries, key: str, num_tokens: int) -> int | None:
+    token_id = entries.get(key, int)
+    if token_id is not None and not 0 <= token_id < num_tokens:
+        raise ModelError(f"{key} is {token_id}, but there are {num_tokens} tokens", _FIX)
+    return token_id
 
 
 def _templates(entries: _Entries) -> dict[str, Any]:

@@ -20,6 +20,7 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": PROMPT, **GREEDY},
     "/v1/chat/completions": {"messages": CHAT, **GREEDY},
     "/v1/responses": {"input": "hello", "temperature": 0, "max_output_tokens": 4},
+    "/infill": {"input_prefix": PROMPT, "input_suffix": "\n", "temperature": 0, "n_predict": 4},
     "/tokenize": {"messages": CHAT},
     "/detokenize": {"tokens": [5, 6]},
 }
@@ -39,6 +40,8 @@ READ = {
     **dict.fromkeys(["modalities", "tokens", "parallel_tool_calls"], "test_fields.py"),
     **dict.fromkeys(["include", "reasoning", "truncation"], "test_reasoning_forms.py"),
     "metadata": "test_fields.py",
+    **dict.fromkeys(["input_prefix", "input_suffix", "input_extra", "n_predict", "n_indent"], "test_infill.py"),
+    **dict.fromkeys(["t_max_predict_ms", "samplers", "response_fields", "id_slot"], "test_infill.py"),
     **dict.fromkeys(["previous_response_id", "store", "background", "max_tool_calls"], "test_responses.py"),
 }
 
@@ -63,7 +66,9 @@ def plain(demo: LiveServer, path: str) -> Any:
 def _content(answer: Any) -> Any:
     if "choices" in answer:
         return [{**choice, "finish_reason": None} for choice in answer["choices"]]
-    return [item["content"] for item in answer["output"]] if "output" in answer else answer
+    if "output" in answer:
+        return [item["content"] for item in answer["output"]]
+    return answer.get("content", answer)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,7 +118,7 @@ def test_a_response_names_its_fields_for_those_of_a_chat(demo: LiveServer, sent:
 @pytest.mark.parametrize("value", [None, False])
 def test_a_field_without_effect_is_accepted(demo: LiveServer, path: str, value: Any) -> None:
     off = {"mirostat": 0, "typical_p": 1.0, "dry_multiplier": 0, "truncation": "disabled", "n_predict": -1}
-    demo.post(path, **BASES[path], guided_json=value, grammar="", logits_processors=[], **off)
+    demo.post(path, **{**BASES[path], **off}, guided_json=value, grammar="", logits_processors=[])
 
 
 @pytest.mark.parametrize("path", GENERATING)
@@ -224,7 +229,11 @@ def test_a_schema_is_read_where_it_stands(demo: LiveServer, form: dict[str, Any]
     ("path", "fields", "param"),
     [
         ("/v1/completions", {"best_of": 3}, "best_of"),
-        ("/v1/completions", {"suffix": "x"}, "suffix"),
+        ("/v1/completions", {"suffix": "x", "prompt": [5, 6]}, "suffix"),
+        ("/v1/completions", {"suffix": "x", "echo": True}, "echo"),
+        ("/v1/completions", {"suffix": "x", "truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
+        ("/infill", {"n": 2}, "n"),
+        ("/infill", {"samplers": ["top_k", "best"]}, "samplers"),
         ("/v1/chat/completions", {"modalities": ["audio"]}, "modalities"),
         ("/v1/completions", {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ("/v1/responses", {"prompt_logprobs": 1}, "prompt_logprobs"),

@@ -145,6 +145,7 @@ def test_numbers_that_json_can_t_express_are_refused(engine: AsyncEngine, path: 
     app, headers = server_of(engine), {"host": "localhost", "content-type": "application/json"}
     tool = '{"type": "function", "function": {"name": "a", "parameters": {"minimum": %s}}}'
     required = {"/v1/completions": '"prompt": "a"', "/v1/responses": '"input": "a"', "/detokenize": '"tokens": [1]'}
+    required["/infill"] = '"input_prefix": "a", "input_suffix": "b"'
     start = required.get(path, '"messages": [{"role": "user", "content": "a"}]')
     for field in (
         f'"tools": [{tool}]', '"chat_template_kwargs": {"a": [%s]}', '"structured_outputs": {"json": {"maximum": %s}}',

@@ -263,7 +263,9 @@ VALUES = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(
-            st.sampled_from(["messages", "prompt", "input", "content", "text", "cache_salt", "instructions", "x"]),
+            st.sampled_from(
+                ["messages", "prompt", "input", "content", "text", "cache_salt", "instructions", "x", "input_prefix"]
+            ),
             inner,
         )
     ),
@@ -295,6 +297,8 @@ def test_a_conversation_begins_as_its_earlier_turns() -> None:
 def test_prompts_and_inputs_have_their_text() -> None:
     assert text({"prompt": "def f"}) == "def f"
     assert text({"prompt": ["def f", "def g"]}).startswith("def f")
+    hole = {"input_prefix": "def f", "input_suffix": "x", "prompt": "y", "input_extra": [{"text": "a"}]}
+    assert text(hole) == "a\ndef f"
     assert text({"input": "Hello.", "instructions": "Be brief."}) == "Be brief.\nHello."
     assert "Hello." in text({"input": CHAT})
     label, own = ({"type": "text", "text": each} for each in ("x-anthropic-billing-header: cch=1", "Be brief."))

@@ -34,6 +34,7 @@ from speculant.serving import (
     with_bounded_drafts,
 )
 from tests.documented_fields import VALUES
+from tests.unit.text.tokenizers_for_tests import byte_level
 from tests.whole_numbers import WRONG, places
 
 
@@ -170,7 +171,7 @@ def test_a_setting_is_passed_on(route: str, name: str) -> None:
     if name in NOT_OF.get(route, ()):
         return
     value: Any = {**VALUES, **OWN}[name]
-    engine = SimpleNamespace(default_params=SamplingParams(), prediction_method=None)
+    engine = SimpleNamespace(default_params=SamplingParams(), prediction_method=None, tokenizer=byte_level())
     params = read(engine, kind.model_validate({**base, **BESIDE.get(name, {}), name: value}))
     expected = {5: 1.0} if name == "logit_bias" else tuple(value) if isinstance(value, list) else value
     found = getattr(params, name)
@@ -185,7 +186,7 @@ def test_a_whole_number_of_a_body_is_no_other_value(route: str, name: str, value
     if name == "bad_words" and isinstance(value, str):
         return  # a word, letter by letter
     sent = json.loads(json.dumps({**base, name: places()[name](value)}))
-    engine = SimpleNamespace(default_params=SamplingParams(), prediction_method=None)
+    engine = SimpleNamespace(default_params=SamplingParams(), prediction_method=None, tokenizer=byte_level())
     with pytest.raises((ValidationError, ConfigError, ApiError)):
         read(engine, kind.model_validate(sent))
 

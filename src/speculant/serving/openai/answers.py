@@ -48,13 +48,17 @@ Chunk = Mapping[str, Any]
 class Answer(ABC):
     """Reads the pieces of a request in order. outputs: the result of each prompt, None until it is complete.
 
-    prompts: set before `begin`. generated: tokens so far.
+    prompts: set before `begin`. generated: tokens so far. requests: the ids of the engine's requests, once there are
+    some. is_over: nothing more is needed, so they may end.
     """
+
+    is_over = False
 
     def __init__(self, call: Call, num_prompts: int) -> None:
         self.call = call
         self.outputs: list[RequestOutput | None] = [None] * num_prompts
         self.prompts: Sequence[Prompt] = ()
+        self.requests: Sequence[str] = ()
         self.generated = 0
 
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:

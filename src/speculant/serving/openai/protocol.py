@@ -290,6 +290,40 @@ class ResponseBody(GeneratingBody):
     metadata: Annotated[dict[str, str], Field(fail_fast=True)] | None = None
 
 
+class ExtraFile(BaseModel):
+    """A text of an editor's other files, or of another place in the same file."""
+
+    model_config = ConfigDict(strict=True)
+
+    text: str
+    filename: str | None = None
+
+
+class InfillBody(GeneratingBody):
+    """A body of llama.cpp's /infill. prompt: text between the prefix and the cursor, such as the line's beginning."""
+
+    aliases = MappingProxyType(
+        {
+            "max_tokens": ("n_predict", "max_tokens"),
+            "structured_outputs": ("structured_outputs", "response_format"),
+            "prompt": ("input_prefix",),
+            **_SPECULATION,
+        }
+    )
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Listed[ExtraFile] | None = None
+    prompt: str | None = None
+    n_predict: int | None = None
+    n_indent: int | None = None
+    t_max_predict_ms: int | None = None
+    samplers: Listed[str] | None = None
+    response_fields: Listed[str] | None = None
+    id_slot: int | None = None
+    add_special_tokens: bool | None = None
+
+
 class TokenizeBody(ConversationBody):
     """A body of /tokenize: a prompt, or messages."""
 
@@ -311,6 +345,7 @@ BODIES: Mapping[str, type[Body]] = MappingProxyType(
         "/v1/chat/completions": ChatBody,
         "/v1/completions": CompletionBody,
         "/v1/responses": ResponseBody,
+        "/infill": InfillBody,
         "/tokenize": TokenizeBody,
         "/detokenize": DetokenizeBody,
     }
@@ -483,7 +518,7 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "truncation": Refused("shorten the input", ("disabled",)),
         **dict.fromkeys(
             ("input_prefix", "input_suffix", "input_extra"),
-            Refused("write the prompt in the model's own form for code"),
+            Refused("use /infill, or suffix on /v1/completions"),
         ),
         **dict.fromkeys(("previous_input_messages", "previous_response"), Refused(_STORED)),
         "conversation": Refused(f"conversations have no id; {_STORED}"),
@@ -525,6 +560,7 @@ ACCEPTED: Mapping[str, str] = MappingProxyType(
             ("prompt_cache_key", "prompt_cache_retention", "cache_prompt", "id_slot", "n_cache_reuse"),
             "the prefix cache decides by itself, and changes no token",
         ),
+        "t_max_prompt_ms": "llama.cpp's editors send it, and llama.cpp does not read it either",
         **dict.fromkeys(
             ("stream_interval", "sse_ping_interval"), "a stream has a chunk for each token; its text is the same"
         ),

@@ -73,6 +73,7 @@ from speculant.serving.wire import (
     unavailable,
     while_connected,
 )
+from speculant.text import find_fim
 from speculant.types import Client
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Job:
     """One request that generates: its body, how to make its prompts, and the shape of its answer.
 
     named_events: the stream's events have names, as in OpenAI's newer form and in Anthropic's. before_end: called once
-    the answer is complete, before its end is sent.
+    the answer is complete, before its end is sent. done: what follows the last chunk of a stream without names.
     """
 
     body: GeneratingBody
@@ -94,6 +95,7 @@ class Job:
     answer: Answer
     named_events: bool = False
     before_end: Callable[[], Awaitable[None]] | None = None
+    done: bytes = DONE
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ class Service:
         if not job.body.stream:
             return await while_connected(request.receive, self._whole(chunks, job.answer))
         first = await while_connected(request.receive, anext(chunks, None))
-        return EventStream(_events(first, chunks, job.named_events, request.scope), self.options.send_timeout)
+        return EventStream(_events(first, chunks, job, request.scope), self.options.send_timeout)
 
     async def _whole(self, chunks: AsyncGenerator[Sequence[Chunk], None], answer: Answer) -> Response:
         async with aclosing(chunks):
@@ -219,12 +221,16 @@ class Service:
         with places, RequestMeter(self.metrics, num_prompts * params.n, params, record) as meter:
             prompts = answer.prompts = await job.make_prompts()
             streams = await self._streams(engine, request, job)
+            answer.requests = tuple(streams)
             if record is not None:
                 record.prompt_tokens = sum(each.num_tokens for each in prompts)
             waiting = answer.begin(prompts)
             async with aclosing(run(engine, streams, self.options, meter)) as pieces:
                 async for batch in pieces:
-                    yield [*waiting, *(chunk for prompt, piece in batch for chunk in answer.feed(prompt, piece))]
+                    made = [chunk for prompt, piece in batch for chunk in answer.feed(prompt, piece)]
+                    for name in answer.requests if answer.is_over else ():
+                        engine.end(name)
+                    yield [*waiting, *made]
                     waiting = []
             last = answer.end()
             if job.before_end is not None:
@@ -293,10 +299,10 @@ def _num_sequences(params: SamplingParams) -> int:
 
 
 async def _events(
-    first: Sequence[Chunk] | None, chunks: AsyncGenerator[Sequence[Chunk], None], named: bool, scope: Scope
+    first: Sequence[Chunk] | None, chunks: AsyncGenerator[Sequence[Chunk], None], job: Job, scope: Scope
 ) -> AsyncGenerator[bytes, None]:
-    """Yield server-sent events; an error is the last one. named: they have names, as in OpenAI's newer streams."""
-    number = 0
+    """Yield server-sent events; an error is the last one."""
+    number, named = 0, job.named_events
     try:
         async with aclosing(chunks):
             batch = first
@@ -305,8 +311,8 @@ async def _events(
                 if batch:
                     yield b"".join(event(chunk, chunk["type"] if named else None) for chunk in batch)
                 batch = await anext(chunks, None)
-        if not named:
-            yield DONE
+        if not named and job.done:
+            yield job.done
     except Exception as error:  # the client must get it
         note_end(scope, "error")
         if not isinstance(error, ApiError | SpeculantError):
@@ -515,6 +521,7 @@ class Routes:
                 "model_alias": name,
                 "model_path": name,
                 "chat_template": engine.tokenizer.chat_template or "",
+                "infill": not engine.has_source and find_fim(engine.tokenizer) is not None,
                 "modalities": {"vision": False, "audio": False},
                 "build_info": f"speculant {__version__}",
                 "is_sleeping": False,

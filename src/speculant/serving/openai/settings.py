@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from speculant import plugins
@@ -24,6 +25,7 @@ from speculant.serving.openai.protocol import (
     CompletionBody,
     ConversationBody,
     GeneratingBody,
+    InfillBody,
     Message,
     Prediction,
     TokenizeBody,
@@ -34,7 +36,7 @@ from speculant.serving.tools import find_format
 from speculant.serving.tools.base import TokenId, ToolParser, call_grammar, choose_tools, form_symbol, read_tools
 from speculant.serving.wire import CONTEXT_FULL, refusal, timed_out
 from speculant.structured import StructuredOutputs
-from speculant.text import TAGS, Tokenizer, TokenOffsets, find_tags
+from speculant.text import FAMILIES, TAGS, FimMarks, Hole, Tokenizer, TokenOffsets, fim_prompt, find_fim, find_tags
 
 _WHITESPACE = frozenset({"disable_any_whitespace"})
 
@@ -42,13 +44,82 @@ _WHITESPACE = frozenset({"disable_any_whitespace"})
 def completion_params(engine: AsyncEngine, body: CompletionBody) -> SamplingParams:
     """Return the settings of a completion. Raises ApiError or ConfigError for invalid ones."""
     if body.suffix:
-        raise refusal("suffix is not supported: leave it out.", "suffix", "unsupported_parameter")
+        _check_hole(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise refusal("best_of must be n: set only n.", "best_of", "unsupported_parameter")
     given = {"max_tokens": DEFAULT_COMPLETION_TOKENS, **_given(engine, body)}
+    if ends := marks_of(engine, "suffix").ends if body.suffix else _ends_among(engine, given):
+        given["stop_token_ids"] = [*given.get("stop_token_ids", ()), *ends]
     if body.echo:
         given |= _echoing(body)
     return _merge(engine, given, body.logprobs)
+
+
+def _check_hole(body: CompletionBody) -> None:
+    """Raise ApiError (400) for fields that a completion with a suffix can't honour."""
+    for name in ("echo", "truncate_prompt_tokens"):
+        if getattr(body, name):
+            raise refusal(f"{name} can't be combined with suffix: keep one.", name, "unsupported_parameter")
+
+
+def marks_of(engine: AsyncEngine, param: str) -> FimMarks:
+    """Return the model's marks for filling in the middle. Raises ApiError (400) if it has none."""
+    found = None if engine.has_source else find_fim(engine.tokenizer)
+    if found is None:
+        known = "; ".join(f"{names.prefix} ({family})" for family, names in FAMILIES.items())
+        raise refusal(
+            f"This model can't complete at the cursor: its tokenizer has no marks for it, such as {known}. "
+            "Use a model that was trained to fill in the middle.",
+            param,
+            "unsupported_parameter",
+        )
+    return found
+
+
+def _ends_among(engine: AsyncEngine, given: Mapping[str, Any]) -> Sequence[int]:
+    """Return the special tokens among a completion's stop strings. Their text is left out, so no search finds them."""
+    stops = given.get("stop")
+    if not stops or given.get("skip_special_tokens") is False:
+        return ()
+    ids = map(engine.tokenizer.backend.token_to_id, [stops] if isinstance(stops, str) else stops)
+    return [token for token in ids if token in engine.tokenizer.special_ids]
+
+
+_SAMPLED: Mapping[str, Any] = MappingProxyType({"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0})
+_INFILL = "infill"  # llama.cpp's sampler that leaves only likely tokens
+_OTHER_SAMPLERS = frozenset({"penalties", "dry", "top_n_sigma", "typ_p", "typical_p", "xtc", _INFILL})
+
+
+def infill_params(engine: AsyncEngine, body: InfillBody) -> SamplingParams:
+    """Return the settings of a completion at the cursor. Raises ApiError or ConfigError for invalid ones.
+
+    Of a request that expects no token one is generated, and left out.
+    """
+    for name, off in (("n", 1), ("beam_width", None), ("prompt_logprobs", None), ("stream_options", None)):
+        if getattr(body, name) not in (None, off):
+            raise refusal(f"{name} is not supported here: leave it out.", name, "unsupported_parameter")
+    given = {"max_tokens": None, **_given(engine, body), **_sampled(body)}
+    if body.n_predict is not None:
+        given["max_tokens"] = None if body.n_predict == -1 else body.n_predict or 1
+    if given.get("seed") == -1:  # llama.cpp's way to ask for any seed
+        del given["seed"]
+    given["stop_token_ids"] = [*given.get("stop_token_ids", ()), *marks_of(engine, "input_prefix").ends]
+    return _merge(engine, given, None)
+
+
+def _sampled(body: InfillBody) -> dict[str, Any]:
+    """Return the settings that a list of samplers changes: those that it leaves out have no effect.
+
+    `infill` stands for temperature 0, unless `temperature` is in the list too.
+    """
+    if body.samplers is None:
+        return {}
+    for name in body.samplers:
+        if name not in _SAMPLED and name not in _OTHER_SAMPLERS:
+            known = ", ".join((*_SAMPLED, *sorted(_OTHER_SAMPLERS)))
+            raise refusal(f"The sampler {name[:80]!r} is unknown: use {known}.", "samplers", "unsupported_value")
+    off = {name: value for name, value in _SAMPLED.items() if name not in body.samplers}
+    return off | ({"temperature": 0.0} if "temperature" in off and _INFILL in body.samplers else {})
 
 
 def _echoing(body: CompletionBody) -> dict[str, Any]:
@@ -391,7 +462,24 @@ class Prompts:
         read = [engine.read_prompt(each) for each in _listed(body)]
         for prompt in read:
             self._check(engine, prompt, body)
+        if body.suffix:
+            return [_with_hole(engine, each, body.suffix, body) for each in read]
         return [_of(engine, each, body) for each in read]
+
+    async def of_hole(self, engine: AsyncEngine, body: InfillBody) -> tuple[Prompt, bool]:
+        """Return the prompt of a completion at the cursor, and whether texts were cut to leave room for its answer.
+
+        The answer gets as many tokens as its limit, but at most half of the context; without a limit a quarter of it.
+        """
+        files = [(each.filename or "", each.text) for each in body.input_extra or ()]
+        hole = Hole(body.input_prefix + (body.prompt or ""), body.input_suffix, files)
+        self._check_text("".join((hole.prefix, hole.suffix, *map("".join, hole.files))))
+        longest, marks = engine.limits.max_model_len, marks_of(engine, "input_prefix")
+        limit = body.max_tokens if body.n_predict is None else body.n_predict
+        most = longest - min(limit if limit is not None and limit >= 0 else longest // 4, longest // 2)
+        begins = body.add_special_tokens is not False
+        made = await self.in_thread(lambda: fim_prompt(engine.tokenizer, marks, hole, most, begins))
+        return Prompt(made.tokens), made.is_cut
 
     def _check(self, engine: AsyncEngine, prompt: PlainPrompt | PromptPair, body: CompletionBody) -> None:
         """Raise ApiError (400) for a salt within a prompt, and for texts that are too long."""
@@ -438,6 +526,15 @@ def _of(engine: AsyncEngine, given: PlainPrompt | PromptPair, body: CompletionBo
     source = _cut(engine, _tokens(engine, given.encoder, body), body)
     text = None if given.decoder is None else _text(given.decoder)
     return _echoed(engine, Prompt(engine.decoder_tokens(given.decoder), text, source=source), body)
+
+
+def _with_hole(engine: AsyncEngine, given: PlainPrompt | PromptPair, suffix: str, body: CompletionBody) -> Prompt:
+    """Return the prompt of a text, its suffix and the hole between them."""
+    text = _text(given) if isinstance(given, PlainPrompt) else None
+    if text is None:
+        raise refusal("suffix needs prompts that are texts.", "suffix", "unsupported_parameter")
+    begins, hole = body.add_special_tokens is not False, Hole(text, suffix)
+    return Prompt(fim_prompt(engine.tokenizer, marks_of(engine, "suffix"), hole, begins=begins).tokens)
 
 
 def _text(given: PlainPrompt) -> str | None:
