@@ -26,6 +26,8 @@ LONG: dict[str, str] = {  # by surface, the fields of a long answer
     "/v1/completions": '"prompt": "a", "max_tokens": 900, "ignore_eos": true',
     "/v1/chat/completions": f'{MESSAGES}, "max_tokens": 900, "ignore_eos": true',
     "/v1/responses": '"input": "a", "max_output_tokens": 900, "ignore_eos": true, "store": true',
+    "/v1/messages": f'{MESSAGES}, "max_tokens": 900, "ignore_eos": true',
+    "/infill": '"input_prefix": "a", "input_suffix": "", "n_predict": 900, "ignore_eos": true',
 }
 
 

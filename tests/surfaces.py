@@ -517,17 +517,26 @@ class Surface:
 
 
 _OF_COMPLETIONS = frozenset({"echo", "suffix"})
+_OF_CHATS = frozenset({"tools", "choice", "several", "effort"})
+_OF_SEVERAL = frozenset({"n", "usage", "continuous"})
 SURFACES = (
     Surface("/v1/chat/completions", write_chat, read_chat, join_chat, _OF_COMPLETIONS),
-    Surface(
-        *("/v1/completions", write_completion, read_completion, join_completion),
-        frozenset({"tools", "choice", "several", "effort", "suffix"}),
-        chats=False,
-    ),
+    Surface("/v1/completions", write_completion, read_completion, join_completion, _OF_CHATS, chats=False),
     Surface(
         *("/v1/responses", write_response, read_response, join_response),
-        _OF_COMPLETIONS | {"n", "usage", "continuous"},
+        _OF_COMPLETIONS | _OF_SEVERAL,
         done=False,
+    ),
+    Surface(
+        *("/v1/messages", write_message, read_message, join_message),
+        _OF_COMPLETIONS | _OF_SEVERAL | {"logprobs"},
+        done=False,
+        is_error=is_anthropic_error,
+    ),
+    Surface(
+        *("/infill", write_infill, read_infill, join_infill),
+        _OF_CHATS | _OF_SEVERAL | {"echo", "logprobs"},
+        *(False, False),
     ),
 )
 CHAT = SURFACES[0]
@@ -597,11 +606,18 @@ def _tokenize(chance: Random) -> Body:
     return {**given, "return_token_strs": True}
 
 
+def _count_tokens(chance: Random) -> Body:
+    body = draw_body(chance, "/v1/messages")
+    return {name: body[name] for name in body if name in ("messages", "system", "tools", "tool_choice", "thinking")}
+
+
 OTHERS: Mapping[str, Callable[[Random], Body]] = {  # routes that read bodies and generate nothing
+    "/v1/messages/count_tokens": _count_tokens,
     "/tokenize": _tokenize,
     "/detokenize": lambda chance: {"tokens": chance.choices(range(BEGIN), k=9), "skip_special_tokens": True},
 }
-IS_ERROR = {surface.path: surface.is_error for surface in SURFACES} | dict.fromkeys(OTHERS, is_openai_error)
+IS_ERROR = dict.fromkeys(OTHERS, is_openai_error) | {surface.path: surface.is_error for surface in SURFACES}
+IS_ERROR["/v1/messages/count_tokens"] = is_anthropic_error
 
 
 def draw_body(chance: Random, path: str) -> Body:
