@@ -37,7 +37,7 @@ def check_calls() -> None:
             assert each.tool_calls[0]["name"] == "weather"
             Weather(**each.tool_calls[0]["args"])
         results = [ToolMessage('{"warm": false}', tool_call_id=call["id"]) for call in answer.tool_calls]
-        assert short.bind_tools([TOOL]).invoke([HumanMessage("How is the weather?"), answer, *results]).usage_metadata
+        assert short.invoke([HumanMessage("How is the weather?"), answer, *results]).usage_metadata
 
 
 def check_schemas() -> None:

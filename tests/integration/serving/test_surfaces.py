@@ -33,7 +33,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
     server.stop()
 
 
-@pytest.mark.parametrize("count", sizes(48, 300))
+@pytest.mark.parametrize("count", sizes(48, 1000))
 def test_a_stream_is_the_whole_answer_and_that_of_llm(sides: Sides, count: int) -> None:
     chance, seen = Random(count), Counter[str]()
     for number in range(count):

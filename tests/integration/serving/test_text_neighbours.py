@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
 
 from tests.raw_clients import Reply, exchange
 from tests.servers import ServerProcess, in_background, serve_process
@@ -125,12 +126,22 @@ ATTACKS: dict[str, tuple[str, dict[str, Any] | str]] = {
 }
 
 
+def with_marks(folder: Path) -> None:
+    """Let three tokens of a checkpoint be the marks for filling in the middle."""
+    vocabulary = Backend.from_file(str(folder / "tokenizer.json"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    names = ("fim_pre_token", "fim_suf_token", "fim_mid_token")
+    settings |= {name: vocabulary.id_to_token(8000 + place) for place, name in enumerate(names)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 @pytest.fixture
 def server(serve_process: Callable[..., ServerProcess], tmp_path: Path) -> ServerProcess:
-    """Return a server of the embedded pair, with a template, and with a key for each client."""
+    """Return a server of the embedded pair, with a template, marks for the cursor, and with a key for each client."""
     with as_file(files("speculant") / "assets" / "demo" / "target") as demo:
         shutil.copytree(demo, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    with_marks(tmp_path / "model")
     keys = [flag for client in range(ATTACKERS + 1) for flag in ("--api-key", f"key{client}")]
     return serve_process(str(tmp_path / "model"), "--draft-model", "demo", *keys).ready()
 
