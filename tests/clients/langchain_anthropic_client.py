@@ -17,27 +17,36 @@ chat = ChatAnthropic(**SERVER, max_tokens=400)
 short = ChatAnthropic(**SERVER, max_tokens=12, temperature=0)
 
 
-def check_messages() -> None:
-    """A message has text and a usage, and is the same streamed."""
+def check_chat() -> None:
+    """A message has text and a usage, and its prompt can be counted before."""
     answer = short.invoke(QUESTION)
     assert answer.text
     assert answer.usage_metadata is not None
     assert answer.usage_metadata["output_tokens"] == 12
-    assert "".join(str(each.text) for each in short.stream(QUESTION)) == answer.text
     counted = short.get_num_tokens_from_messages([HumanMessage(QUESTION[0]["content"])])
     assert counted == answer.usage_metadata["input_tokens"]
 
 
+def check_stream() -> None:
+    """A streamed message has the same text."""
+    assert "".join(str(each.text) for each in short.stream(QUESTION)) == short.invoke(QUESTION).text
+
+
 def check_calls() -> None:
-    """A forced call arrives as one, whole and in pieces, and its result can be sent back."""
+    """A forced call arrives as one, and its result can be sent back."""
     for choice in ("weather", "any"):
-        bound = chat.bind_tools([TOOL], tool_choice=choice)
-        answer, chunks = bound.invoke(QUESTION), list(bound.stream(QUESTION))
-        for each in (answer, sum(chunks[1:], chunks[0])):
-            assert each.tool_calls[0]["name"] == "weather"
-            Weather(**each.tool_calls[0]["args"])
+        answer = chat.bind_tools([TOOL], tool_choice=choice).invoke(QUESTION)
+        assert answer.tool_calls[0]["name"] == "weather"
+        Weather(**answer.tool_calls[0]["args"])
         results = [ToolMessage('{"warm": false}', tool_call_id=call["id"]) for call in answer.tool_calls]
         assert short.invoke([HumanMessage("How is the weather?"), answer, *results]).usage_metadata
+
+
+def check_streamed_calls() -> None:
+    """A forced call arrives as one, in pieces."""
+    for choice in ("weather", "any"):
+        chunks = list(chat.bind_tools([TOOL], tool_choice=choice).stream(QUESTION))
+        Weather(**sum(chunks[1:], chunks[0]).tool_calls[0]["args"])
 
 
 def check_schemas() -> None:
@@ -74,8 +83,10 @@ def check_cancelled() -> None:
 report(
     f"langchain-anthropic {version('langchain-anthropic')}",
     {
-        "messages": check_messages,
-        "messages with tools": check_calls,
+        "chat": check_chat,
+        "chat, streamed": check_stream,
+        "tools": check_calls,
+        "tools, streamed": check_streamed_calls,
         "structured output": check_schemas,
         "errors": check_errors,
         "a full context": check_full_context,
