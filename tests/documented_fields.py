@@ -3,7 +3,7 @@
 Sources: vLLM's protocol classes (vllm/entrypoints/openai/completion/protocol.py, .../chat_completion/protocol.py,
 .../responses/protocol.py at 010a69c, vllm/entrypoints/serve/tokenize/protocol.py at 030ea52; the first two at 002032e)
 with the fields of earlier versions that clients still send; llama.cpp's tools/server/README.md at 00dc805;
-anthropic-sdk-python's message_create_params.py and beta/message_create_params.py at 00dcf92 and 014c84e.
+the types MessageCreateParams of Anthropic's package, those of its beta too, in 2.14.0 and with earlier fields.
 """
 
 from __future__ import annotations
@@ -200,9 +200,14 @@ def value_of(name: str, path: str) -> Any:
 # it by name, or accepts it because the answer is the same.
 ANTHROPIC: Mapping[str, tuple[Any, str]] = MappingProxyType(
     {
+        "billing_policy": ({"type": "billing_policy", "bill_to": "self"}, "accepts"),
         "cache_control": ({"type": "ephemeral"}, "accepts"),
+        "compaction": ({"type": "x"}, "refuses"),
         "container": ("container_1", "refuses"),
         "context_management": ({"edits": [{"type": "clear_tool_uses_20250919"}]}, "refuses"),
+        "diagnostics": ({"previous_message_id": "msg_1"}, "accepts"),
+        "fallback_credit_token": ("x", "accepts"),
+        "fallbacks": ([{"model": "another"}], "accepts"),
         "inference_geo": ("eu", "accepts"),
         "max_tokens": (3, "reads"),
         "mcp_servers": ([{"type": "url", "name": "x", "url": "https://x"}], "refuses"),
@@ -216,6 +221,7 @@ ANTHROPIC: Mapping[str, tuple[Any, str]] = MappingProxyType(
         "system": ("be brief", "reads"),
         "temperature": (0.0, "reads"),
         "thinking": ({"type": "enabled", "budget_tokens": 1024}, "reads"),
+        "thread": ({"type": "create"}, "refuses"),
         "tool_choice": ({"type": "any"}, "reads"),  # beside tools
         "tools": ([{"name": "f", "input_schema": {"type": "object"}}], "reads"),
         "top_k": (1, "reads"),

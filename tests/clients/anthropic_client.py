@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 from shared import (
@@ -22,7 +22,8 @@ from shared import (
 )
 
 client = anthropic.Anthropic(base_url=ROOT, api_key="none", max_retries=0)
-PLAIN: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "max_tokens": 12, "temperature": 0}
+GREEDY = {"temperature": 0}  # which the package no longer names
+PLAIN: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "max_tokens": 12, "extra_body": GREEDY}
 WEATHER: Any = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}
 ONE_CALL: dict[str, Any] = {
     "model": MODEL,
@@ -107,7 +108,7 @@ def check_tool_runner() -> None:
     asked: list[str] = []
 
     @anthropic.beta_tool
-    def weather(city: str) -> str:
+    def weather(city: Literal["Oslo", "Rome"]) -> str:
         """Return the weather.
 
         Args:
@@ -147,7 +148,7 @@ def check_count() -> None:
 def check_thinking() -> None:
     """Thinking is switched on; its blocks, if the model thinks, go back as they came."""
     thinking: Any = {"type": "enabled", "budget_tokens": 1024}
-    with client.messages.stream(**{**PLAIN, "max_tokens": 1100}, thinking=thinking, stop_sequences=["e"]) as stream:
+    with client.messages.stream(**{**PLAIN, "max_tokens": 100}, thinking=thinking, stop_sequences=["e"]) as stream:
         answer = stream.get_final_message()
     turns = [*QUESTION, {"role": "assistant", "content": answer.content}, {"role": "user", "content": "And now?"}]
     assert client.messages.create(**{**PLAIN, "messages": turns}, thinking={"type": "disabled"}).usage.output_tokens
@@ -155,7 +156,8 @@ def check_thinking() -> None:
 
 def check_agent() -> None:
     """A coding agent's turns: a long system prompt in blocks, three dozen tools, parallel calls and their results."""
-    tools = [{**WEATHER, "name": f"tool_{number}", "description": "Does a thing. " * 5} for number in range(36)]
+    schema = {"type": "object", "properties": {"x": {"enum": [1]}}, "required": ["x"], "additionalProperties": False}
+    tools = [{"name": f"tool_{number}", "description": "Edits.", "input_schema": schema} for number in range(36)]
     settings: dict[str, Any] = {
         "model": MODEL,
         "max_tokens": 200,
@@ -173,7 +175,7 @@ def check_agent() -> None:
         system: list[Any] = [
             {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={turn};"},
             {"type": "text", "text": "You are an agent.", "cache_control": {"type": "ephemeral"}},
-            {"type": "text", "text": "Rules. " * (300 if KNOWS_CALLS else 20), "cache_control": {"type": "ephemeral"}},
+            {"type": "text", "text": "Rules. " * 20, "cache_control": {"type": "ephemeral"}},
         ]
         forced = {"tool_choice": {"type": "any"}} if KNOWS_CALLS else {}
         with client.beta.messages.stream(**settings, system=system, messages=turns, **forced) as stream:
@@ -196,7 +198,8 @@ def check_errors() -> None:
     other = refused(anthropic.NotFoundError, lambda: client.messages.create(**{**PLAIN, "model": "nothing"}))
     assert other.body["error"]["type"] == "not_found_error"
     assert other.request_id
-    wrong = refused(anthropic.BadRequestError, lambda: client.messages.create(**{**PLAIN, "temperature": -1}))
+    cold = {**PLAIN, "extra_body": {"temperature": -1}}
+    wrong = refused(anthropic.BadRequestError, lambda: client.messages.create(**cold))
     assert "temperature" in wrong.message
     long = {**PLAIN, "messages": [{"role": "user", "content": "word " * 20_000}]}
     for call in (lambda: client.messages.create(**long), lambda: list(client.messages.create(**long, stream=True))):
@@ -212,7 +215,9 @@ def check_cancelled() -> None:
     """A stream that is closed ends its request."""
 
     def begin() -> Callable[[], object]:
-        stream = client.messages.create(**{**PLAIN, "max_tokens": LONG}, stream=True, extra_body={"ignore_eos": True})
+        stream = client.messages.create(
+            model=MODEL, messages=QUESTION, max_tokens=LONG, stream=True, extra_body={"ignore_eos": True}
+        )
         next(iter(stream))
         return stream.close
 

@@ -90,7 +90,7 @@ _ANTHROPIC_ERROR = {
         "error": {
             "type": "object",
             "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}, "details": {"type": "object"}},
         },
         "request_id": {"type": ["string", "null"]},
     },

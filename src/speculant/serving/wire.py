@@ -78,7 +78,9 @@ class ApiError(Exception):
         if not is_anthropic(scope):
             return self.body()
         kind = _ANTHROPICS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": scope.get(REQUEST_ID)}
+        details = {} if self.code is None else {"details": {"error_code": self.code}}
+        error = {"type": kind, "message": self.message, **details}
+        return {"type": "error", "error": error, "request_id": scope.get(REQUEST_ID)}
 
 
 def refusal(message: str, param: str | None = None, code: str | None = None) -> ApiError:

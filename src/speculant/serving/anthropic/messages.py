@@ -95,6 +95,8 @@ class MessagesBody(CountBody, GeneratingBody):
     service_tier: str | None = None
     cache_control: Object | None = None
     context_management: Object | None = None
+    compaction: Object | None = None
+    thread: Object | None = None
     container: str | Object | None = None
     mcp_servers: Parts | None = None
     output_format: Object | None = None
@@ -111,6 +113,7 @@ _BILLING = "x-anthropic-billing-header:"
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}  # those of templates
 _THINKS = {"enabled": True, "adaptive": True, "disabled": False}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_NO_THREADS = "thread_unsupported_request"  # the code after which Anthropic's clients go on without a thread
 _OMITTED = "omitted"  # a display of thinking
 _SEALED = "speculant:"  # begins the signature of thinking whose text is in the signature alone
 
@@ -154,11 +157,14 @@ def _check(body: MessagesBody) -> None:
         "prompt_logprobs": (body.prompt_logprobs is not None, "use /v1/chat/completions"),
         "container": (body.container is not None, "this server runs no code; leave it out"),
         "mcp_servers": (bool(body.mcp_servers), "this server runs no tools; let the client call them, as tools"),
+        "compaction": (body.compaction is not None, "ask for a summary by a message"),
+        "thread": (body.thread is not None, "conversations are not stored; send the whole conversation"),
         "context_management": (not all(map(_keeps_all, edits)), "a conversation is never cut; shorten it yourself"),
     }
     for name, (wrong, instead) in refused.items():
         if wrong:
-            raise refusal(f"{name} is not supported here: {instead}.", name, "unsupported_parameter")
+            code = _NO_THREADS if name == "thread" else "unsupported_parameter"
+            raise refusal(f"{name} is not supported here: {instead}.", name, code)
 
 
 def _keeps_all(edit: object) -> bool:
