@@ -5,11 +5,10 @@ MODEL is a GGUF file of a model with marks for filling in the middle. It is serv
 /infill. The holes are our own and have one right text each. An answer is right if it is this text, without blanks at
 its ends; `first_line` compares the first line only. All ways are greedy, and end where the model ends.
 
-Each round fills every hole in every way, one after another; the ways take turns, every other round backwards. A prompt
-is new to a server each time (a salt of its own; for llama.cpp, `cache_prompt` is off). With --typing, the servers have
-seen the prompt without its last character before, as after a key was pressed. Times are a client's: from sending a
-request to the first piece of text, and to the end. A figure of a round is its mean over the holes; the spreads are
-quartiles over rounds.
+Each round fills the next hole in every way; the ways take turns, every other round backwards. A prompt is new to a
+server each time (a salt of its own; for llama.cpp, `cache_prompt` is off). With --typing, the servers have seen the
+prompt without its last character before, as after a key was pressed. Times are a client's: from sending a request to
+the first piece of text, and to the end. The spreads are quartiles over rounds, and so over holes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import httpx
@@ -32,7 +30,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # for the script's neighbours, 
 
 from speculant.lab.bench import Benchmark, interleave, plain_values, ratios, spreads
 
-TOKENS = 48
+TOKENS = 32
 SPECULATING, PLAIN, PEER = "speculation", "plain", "llama.cpp"
 PORT = 18_477
 STARTS_S = 120.0
@@ -151,35 +149,28 @@ def fill(http: httpx.Client, body: dict[str, Any]) -> Filled:
     return Filled("".join(piece["content"] for piece in pieces), (first or ended) - started, ended - started)
 
 
-def figures(answers: list[Filled]) -> dict[str, float]:
+def figures(answer: Filled, number: int) -> dict[str, float]:
     """Return the figures of one round."""
-    wanted = [text for _, text, _ in holes()]
-    pairs = [(each.text.strip(), text.strip()) for each, text in zip(answers, wanted, strict=True)]
-    return {
-        "first_s": fmean(each.first_s for each in answers),
-        "whole_s": fmean(each.whole_s for each in answers),
-        "exact": sum(made == text for made, text in pairs),
-        "first_line": sum(made.split("\n")[0] == text.split("\n")[0] for made, text in pairs),
-    }
+    made, text = answer.text.strip(), holes()[number % len(HOLES)][1].strip()
+    first_line = made.split("\n")[0] == text.split("\n")[0]
+    return {"first_s": answer.first_s, "whole_s": answer.whole_s, "exact": made == text, "first_line": first_line}
 
 
 class Way:
-    """One way to fill all holes. own: the fields of its requests, by the number of the request."""
+    """One way to fill holes, one after another. own: the fields of its requests, with a salt that no other one has."""
 
     def __init__(self, http: httpx.Client, own: Callable[[str], dict[str, Any]], typing: bool) -> None:
-        self._http, self._own, self._typing, self._count = http, own, typing, 0
+        self._http, self._own, self._typing, self._count = http, own, typing, -1
 
-    def __call__(self) -> list[Filled]:
-        """Fill all holes once."""
-        answers = []
-        for before, _, after in holes():
-            self._count += 1
-            body = {"input_prefix": before, "input_suffix": after, "temperature": 0, "n_predict": TOKENS}
-            body |= {"samplers": ["temperature"], **self._own(f"{id(self)}-{self._count}")}
-            if self._typing:
-                fill(self._http, {**body, "input_prefix": before[:-1], "n_predict": 1})
-            answers.append(fill(self._http, body))
-        return answers
+    def __call__(self) -> Filled:
+        """Fill the next hole; the first call fills the last one."""
+        before, _, after = holes()[self._count % len(HOLES)]
+        body = {"input_prefix": before, "input_suffix": after, "temperature": 0, "n_predict": TOKENS}
+        body |= {"samplers": ["temperature"], **self._own(f"{id(self)}{self._count}")}
+        if self._typing:
+            fill(self._http, {**body, "input_prefix": before[:-1], "n_predict": 1})
+        self._count += 1
+        return fill(self._http, body)
 
 
 @contextmanager
@@ -226,27 +217,34 @@ def ways(arguments: argparse.Namespace) -> Iterator[dict[str, Way]]:
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Fill all holes in all ways, in turn."""
+    """Fill the holes in all ways, in turn."""
     if arguments.typing:
         arguments.name += "_typing"
     with ways(arguments) as found:
         for way in found.values():
-            way()  # the first answers read weights and measure costs
+            way()  # the first answer reads weights and measures costs
         runs = interleave(found, arguments.rounds, print)
-    rounds = {name: [figures(run) for run in each] for name, each in runs.items()}
-    same = zip(runs[SPECULATING], runs[PLAIN], strict=True)
+    rounds = {name: [figures(run, number) for number, run in enumerate(each)] for name, each in runs.items()}
     yield {
         "model": Path(arguments.model).name,
-        "holes": len(HOLES),
         "rounds": arguments.rounds,
         "threads": arguments.threads,
-        **{name: plain_values(spreads(each)) for name, each in rounds.items()},
-        **{f"{name} / {SPECULATING}": plain_values(ratios(rounds[name], rounds[SPECULATING]))
+        **{name: _summary(each) for name, each in rounds.items()},
+        **{f"{name} / {SPECULATING}": plain_values(_times(ratios(rounds[name], rounds[SPECULATING])))
            for name in rounds if name != SPECULATING},
-        "identical_texts": all(a.text == b.text for one, other in same for a, b in zip(one, other, strict=True)),
-        "wrong": {name: [each.text for each, (_, text, _) in zip(runs[name][0], holes(), strict=True)
-                         if each.text.strip() != text.strip()] for name in runs},
+        "identical_texts": [each.text for each in runs[SPECULATING]] == [each.text for each in runs[PLAIN]],
+        "wrong": {name: [run.text for run, each in zip(runs[name], rounds[name], strict=True) if not each["exact"]]
+                  for name in runs},
     }  # fmt: skip
+
+
+def _summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
+    counts = {name: sum(each[name] for each in rounds) for name in ("exact", "first_line")}
+    return {**plain_values(_times(spreads(rounds))), **counts}
+
+
+def _times(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name.endswith("_s")}
 
 
 BENCHMARK = Benchmark(
@@ -254,7 +252,7 @@ BENCHMARK = Benchmark(
     predicted="Of 14 holes at least 11 are right, in the same texts with and without speculation. Lookups make the "
     "whole time 0.85 of the plain one, as answers are short and most of the time is the prompt's. The first token "
     "comes in 0.8 of llama.cpp's time.",
-    measure=measure, rounds=5,
+    measure=measure, rounds=len(HOLES),
     options={"model": str, "llama_cpp": {"type": Path}, "threads": 2, "typing": False},
 )  # fmt: skip
 
