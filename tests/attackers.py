@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -20,6 +21,24 @@ Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 MEBIBYTE = 2**20
+MESSAGES = '"messages": [{"role": "user", "content": "a"}]'
+LONG: dict[str, str] = {  # by surface, the fields of a long answer
+    "/v1/completions": '"prompt": "a", "max_tokens": 900, "ignore_eos": true',
+    "/v1/chat/completions": f'{MESSAGES}, "max_tokens": 900, "ignore_eos": true',
+    "/v1/responses": '"input": "a", "max_output_tokens": 900, "ignore_eos": true, "store": true',
+    "/v1/messages": f'{MESSAGES}, "max_tokens": 900, "ignore_eos": true',
+    "/infill": '"input_prefix": "a", "input_suffix": "", "n_predict": 900, "ignore_eos": true',
+}
+
+
+def streamed(path: str) -> bytes:
+    """Return a request for a long stream."""
+    body = f'{{{LONG[path]}, "stream": true}}'.encode()
+    head = HEAD.replace(b"/v1/completions", path.encode()) + b"Content-Length: %d\r\n\r\n" % len(body)
+    return head + body
+
+
+STREAMS = itertools.cycle([streamed(path) for path in LONG])
 
 
 async def silent(_: Reader, __: Writer) -> None:
@@ -98,11 +117,24 @@ async def unread(_: Reader, writer: Writer) -> None:
 
 async def endless(reader: Reader, writer: Writer) -> None:
     """Ask for long answers."""
-    body = b'{"prompt": "a", "max_tokens": 900, "ignore_eos": true, "stream": true}'
-    request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    request = next(STREAMS)
     writer.write(request)
     while await reader.read(65_536):
         writer.write(request)  # before the first answer has ended, so that the connection never waits
+
+
+async def left_streams(reader: Reader, writer: Writer) -> None:
+    """Ask each surface for a long answer, and leave after its beginning."""
+    writer.write(next(STREAMS))
+    await reader.read(1000)
+
+
+async def unread_streams(_: Reader, writer: Writer) -> None:
+    """Ask each surface for a long answer, and read nothing."""
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    writer.write(next(STREAMS))
+    await writer.drain()
+    await asyncio.sleep(3600)
 
 
 async def malformed(reader: Reader, writer: Writer) -> None:
@@ -120,7 +152,7 @@ ATTACKS: dict[str, Callable[[Reader, Writer], Awaitable[None]]] = {
     each.__name__: each
     for each in (
         *(silent, slow, slow_body, churn, asks, leaves, many_headers),
-        *(tiny_chunks, trailers, held_bodies, unread, endless, malformed),
+        *(tiny_chunks, trailers, held_bodies, unread, endless, left_streams, unread_streams, malformed),
     )
 }
 

@@ -53,6 +53,10 @@ class RequestError(SpeculantError, ValueError):
     """A prompt or request that can't be served."""
 
 
+class ContextFullError(RequestError):
+    """A prompt or a conversation that leaves no room in the context for an answer."""
+
+
 class ConstraintError(RequestError):
     """A constraint that can't find the next tokens. Its request ends alone, without repeating the step."""
 

@@ -1,6 +1,8 @@
-// The AI SDK: chats, forced calls and objects through its provider for compatible servers; responses through OpenAI's.
+// The AI SDK: chats, forced calls and objects through its provider for compatible servers; responses through OpenAI's, and
+// messages through Anthropic's.
 import assert from "node:assert/strict";
 import { createRequire } from "node:module";
+import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { embed, generateObject, generateText, streamObject, streamText, tool } from "ai";
@@ -10,6 +12,7 @@ const { CLIENT_URL, CLIENT_MODEL, CLIENT_CALLS } = process.env;
 const server = { baseURL: CLIENT_URL, apiKey: "none" };
 const provider = createOpenAICompatible({ ...server, name: "speculant", supportsStructuredOutputs: true });
 const responses = createOpenAI(server).responses;
+const messages = createAnthropic(server);
 const schema = z.object({ city: z.enum(["Oslo", "Rome"]), warm: z.boolean() });
 const prompt = "How is the weather in Oslo?";
 const settings = { model: provider(CLIENT_MODEL), prompt, maxRetries: 0, maxOutputTokens: 400 };
@@ -89,6 +92,21 @@ const checks = {
     const forced = { ...settings, model: responses(CLIENT_MODEL), tools, toolChoice: "required" };
     schema.parse((await generateText(forced)).toolCalls[0].input);
     schema.parse((await streamText(forced).toolCalls)[0].input);
+  },
+
+  async messages() {
+    const message = { ...short, model: messages(CLIENT_MODEL) };
+    const whole = await generateText(message);
+    assert.equal(whole.usage.outputTokens, 12);
+    assert.equal(await joined(streamText(message).textStream), whole.text);
+  },
+
+  async "messages with tools"() {
+    for (const toolChoice of choices) {
+      const forced = { ...settings, model: messages(CLIENT_MODEL), tools, toolChoice };
+      schema.parse((await generateText(forced)).toolCalls[0].input);
+      schema.parse((await streamText(forced).toolCalls)[0].input);
+    }
   },
 
   async errors() {

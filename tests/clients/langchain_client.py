@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 import openai
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from shared import LONG, MODEL, QUESTION, TEXT, TOOL, URL, Weather, check_cancellation, refused, report
@@ -79,6 +80,11 @@ def check_response_calls() -> None:
     Weather(**call["args"])
 
 
+def check_full_context() -> None:
+    """A conversation that is too long has an error of its own."""
+    refused(ContextOverflowError, lambda: short.invoke("a b " * 20_000))
+
+
 def check_errors() -> None:
     """Errors have their types."""
     other = ChatOpenAI(**{**SERVER, "model": "nothing"})
@@ -114,6 +120,7 @@ report(
         "responses": check_responses,
         "responses with tools": check_response_calls,
         "errors": check_errors,
+        "a full context": check_full_context,
         "embeddings: a clear 404": check_embeddings,
         "cancellation": check_cancelled,
     },

@@ -1,4 +1,4 @@
-"""LiteLLM: chats, calls, schemas, completions and responses, through its provider for OpenAI's API."""
+"""LiteLLM: chats, calls, schemas, completions and responses by OpenAI's API, and messages by Anthropic's."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from importlib.metadata import version
 from typing import Any
 
 import litellm
-from shared import LONG, MODEL, NAMED, QUESTION, TEXT, TOOL, URL, Weather, check_cancellation, refused, report
+from shared import LONG, MODEL, NAMED, QUESTION, ROOT, TEXT, TOOL, URL, Weather, check_cancellation, refused, report
 
 SERVER: dict[str, Any] = {"model": f"openai/{MODEL}", "api_base": URL, "api_key": "none", "max_retries": 0}
 CHAT: dict[str, Any] = {**SERVER, "messages": QUESTION}
 SHORT: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
+MESSAGES: dict[str, Any] = {**CHAT, "model": f"anthropic/{MODEL}", "api_base": ROOT}
 FLAT_TOOL: Any = {"type": "function", **TOOL["function"]}  # of a response
 
 
@@ -77,6 +78,34 @@ def check_response_calls() -> None:
     Weather.model_validate_json(call.arguments)
 
 
+def check_messages() -> None:
+    """A message by Anthropic's API, whole and streamed."""
+    whole = litellm.completion(**MESSAGES, **SHORT)
+    assert (bool(whole.choices[0].message.content), whole.usage.completion_tokens) == (True, 12)
+    pieces = [each.choices[0].delta.content or "" for each in litellm.completion(**MESSAGES, **SHORT, stream=True)]
+    assert "".join(pieces) == whole.choices[0].message.content
+
+
+def check_message_calls() -> None:
+    """A message makes a forced call, whole and streamed."""
+    for choice in ("required", NAMED):
+        calls: dict[str, Any] = {**MESSAGES, "tools": [TOOL], "tool_choice": choice, "max_tokens": 400}
+        chunks = list(litellm.completion(**calls, stream=True))
+        for answer in (litellm.completion(**calls), litellm.stream_chunk_builder(chunks)):
+            call = answer.choices[0].message.tool_calls[0]
+            assert call.function.name == "weather"
+            Weather.model_validate_json(call.function.arguments)
+
+
+def check_full_context() -> None:
+    """A conversation that is too long has an error of its own, by both APIs."""
+    long = [{"role": "user", "content": "a b " * 20_000}]
+    for provider in (CHAT, MESSAGES):
+        refused(
+            litellm.ContextWindowExceededError, lambda given=provider: litellm.completion(**{**given, "messages": long})
+        )
+
+
 def check_errors() -> None:
     """Errors have their types."""
     other, wrong = {**CHAT, "model": "openai/nothing"}, {**CHAT, "temperature": -1}
@@ -111,7 +140,10 @@ report(
         "completions": check_completions,
         "responses": check_responses,
         "responses with tools": check_response_calls,
+        "messages": check_messages,
+        "messages with tools": check_message_calls,
         "errors": check_errors,
+        "a full context": check_full_context,
         "embeddings: a clear 404": check_embeddings,
         "cancellation": check_cancelled,
     },

@@ -151,6 +151,13 @@ def check_background() -> None:
     refused(openai.NotFoundError, lambda: client.responses.retrieve(begun.id))
 
 
+def check_full_context() -> None:
+    """A conversation that is too long has a code of its own."""
+    long: Any = [{"role": "user", "content": "a b " * 20_000}]
+    error = refused(openai.BadRequestError, lambda: client.chat.completions.create(model=MODEL, messages=long))
+    assert error.code == "context_length_exceeded"
+
+
 def check_errors() -> None:
     """An error has the type of its status, and names the wrong field."""
     wrong: tuple[tuple[type[openai.APIStatusError], dict[str, Any]], ...] = (
@@ -235,6 +242,7 @@ report(
         "stored responses": check_stored_responses,
         "responses in the background": check_background,
         "errors": check_errors,
+        "a full context": check_full_context,
         "embeddings: a clear 404": check_embeddings,
         "cancellation": check_cancelled,
         "other fields": check_fields,

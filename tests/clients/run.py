@@ -25,11 +25,8 @@ from tests.tagged import write_tagged
 
 HERE = Path(__file__).parent
 PYTHON_CLIENTS = (
-    "openai_client.py",
-    "anthropic_client.py",
-    "langchain_client.py",
-    "instructor_client.py",
-    "litellm_client.py",
+    *("openai_client.py", "langchain_client.py", "instructor_client.py", "litellm_client.py"),
+    *("anthropic_client.py", "langchain_anthropic_client.py"),
 )
 QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it waits for a list of prices on the web
 TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
@@ -60,12 +57,16 @@ def main(python: str, node_folder: str) -> int:
 
 
 def table(results: Results) -> list[str]:
-    """Return a table's lines in Markdown: "yes" if a call works with both servers, "" if a client has no such call."""
-    calls = list(dict.fromkeys(call for found in results.values() for call in found))
-    words = {True: "yes", False: "**no**", None: ""}
-    rows = [[call, *(words[found.get(call)] for found in results.values())] for call in calls]
-    head = ["Call", *results]
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+    """Return a table's lines in Markdown: calls, and the clients whose calls work with both servers."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for call in dict.fromkeys(call for found in results.values() for call in found):
+        shown = {client.rpartition(" ")[0]: found[call] for client, found in results.items() if call in found}
+        clients = tuple(client if works else f"**not** {client}" for client, works in shown.items())
+        groups.setdefault(clients, []).append(call)
+    everyone = tuple(client.rpartition(" ")[0] for client in results)
+    named = [("; ".join(calls), "all" if who == everyone else ", ".join(who)) for who, calls in groups.items()]
+    rows = [("Calls", "Clients"), ("---", "---"), *named]
+    return [*(f"| {' | '.join(row)} |" for row in rows), "", ", ".join(results)]
 
 
 def _run_all(python: str, node_folder: Path, names: dict[str, str], results: Results) -> list[str]:

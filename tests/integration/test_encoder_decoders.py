@@ -215,7 +215,7 @@ REFUSED: list[tuple[Any, str]] = [
     ("x" * 128, "the source has 129 tokens and at most 128 are encoded in one pass"),
     ([1, 999], "the source has 999, which is not a token id"),
     ({"encoder_prompt": "x", "decoder_prompt": [999]}, "prompt has 999"),
-    ({"encoder_prompt": "x", "decoder_prompt": "y" * 128}, "the prompt has 129 tokens and max_model_len is 128"),
+    ({"encoder_prompt": "x", "decoder_prompt": "y" * 128}, "too long: 129 tokens > 127 maximum"),
     ({"decoder_prompt": "x"}, "a decoder_prompt and no encoder_prompt"),
     ({"encoder_prompt": "x", "prompt": "y"}, "the unknown key 'prompt'"),
     ({"encoder_prompt": {"prompt": "x", "multi_modal_data": {}}}, "multi_modal_data"),

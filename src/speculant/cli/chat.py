@@ -25,7 +25,7 @@ from speculant.cli.flags import ChatTemplate, ChatVariables, EngineFlags, Model,
 from speculant.cli.generate import fetch, figures, given_template, given_variables, load, speed
 from speculant.cli.terminal import VerbatimConsole, examples, messages, notice, progress, results, show_error
 from speculant.config import EngineConfig
-from speculant.errors import ConfigError, RequestError, ServerError, SpeculantError, suggest
+from speculant.errors import ConfigError, ContextFullError, RequestError, ServerError, SpeculantError, suggest
 
 if TYPE_CHECKING:
     from speculant.engine import LLM, RenderedPrompt
@@ -58,10 +58,6 @@ class Summary:
     full: str
     cut: str = ""
     filled: bool = False
-
-
-class ContextFullError(RequestError):
-    """The context has no room for an answer to these messages."""
 
 
 Answer = Generator[AnswerPiece, None, Summary]

@@ -20,7 +20,7 @@ from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.drafting import DrafterNeeds, Drafters
 from speculant.engine.runner import choose_verifier, verifier_for
-from speculant.errors import ConfigError, RequestError, suggest
+from speculant.errors import ConfigError, ContextFullError, RequestError, suggest
 from speculant.metrics import PassTotals, RequestMetrics, TimingMetrics
 from speculant.models import NO_RULES, OutputRules
 from speculant.params import SamplingParams
@@ -364,8 +364,9 @@ class RequestFactory:
         if not prompt:
             raise RequestError("the prompt has no tokens", "send at least one token.")
         if len(prompt) >= longest:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens and max_model_len is {longest}, which leaves none to generate",
+            raise ContextFullError(
+                f"the prompt is too long: {len(prompt)} tokens > {longest - 1} maximum; this model's maximum context "
+                f"length is {longest} tokens (max_model_len)",
                 "shorten the prompt or raise max_model_len.",
             )
         if (begin := tuple(prompt[: len(start)])) != start:

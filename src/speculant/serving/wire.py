@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from speculant.errors import (
     CapacityError,
     ConfigError,
+    ContextFullError,
     EngineClosedError,
     EngineDeadError,
     ModelError,
@@ -31,6 +32,7 @@ from speculant.errors import (
 )
 
 MAX_MESSAGE = 1000  # characters; a message may quote data of the client
+CONTEXT_FULL = "context_length_exceeded"  # OpenAI's code, by which agents know that they have to shorten a conversation
 RETRY_AFTER = MappingProxyType({"retry-after": "1"})
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
 _PATH = re.compile(r"(?<![\w.:/])(?:/[\w.@+-]+){2,}/?|\b[A-Za-z]:\\\S+")
@@ -123,7 +125,8 @@ def api_error(error: Exception, sent_as: Sent = _nothing) -> ApiError:
         return overloaded(_sentence(error, sent_as))
     if isinstance(error, SpeculantError):
         status = 400 if isinstance(error, _OF_REQUESTS) else 500
-        return _as_sent(ApiError(status, _sentence(error, sent_as)), sent_as)
+        code = CONTEXT_FULL if isinstance(error, ContextFullError) else None
+        return _as_sent(ApiError(status, _sentence(error, sent_as), code=code), sent_as)
     return ApiError(500, "The server failed to process this request.", code="internal_error")
 
 

@@ -310,7 +310,7 @@ def test_agents_understand_that_a_prompt_is_too_long(live: LiveServer, size: int
     turns = [{"role": "user", "content": "x" * size}]
     for stream in (False, True):
         said = refused(live, messages=turns, stream=stream)
-        assert said.startswith("invalid_request_error: prompt is too long: ")
+        assert said.startswith("invalid_request_error: The prompt is too long: ")
     if size == 1100:
         assert f"{size + len('[user][end][assistant]')} tokens > 1023 maximum" in said
         assert live.post(COUNT, messages=turns)["input_tokens"] > size

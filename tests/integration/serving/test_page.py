@@ -304,7 +304,7 @@ def test_page_s_chat_ends_with_the_context(page: Any) -> None:
     assert sent[0]["max_tokens"] is None
     page.fill("#prompt", "go on")
     page.click("#run")
-    expect(page.locator("#problem")).to_contain_text("max_model_len is 1024")
+    expect(page.locator("#problem")).to_contain_text("context length is 1024 tokens")
     expect(page.locator("#problem")).to_contain_text("Start over begins a new conversation.")
     page.click("#clear")
     page.click("#run")

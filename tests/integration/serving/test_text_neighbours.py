@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
 
 from tests.raw_clients import Reply, exchange
 from tests.servers import ServerProcess, in_background, serve_process
@@ -28,6 +29,7 @@ TEMPLATE = """{%- set ns = namespace(last=0) %}{% for m in messages[::-1] %}{% i
 {%- for document in documents or [] %}{{ document | tojson }}{% endfor %}{% for m in messages %}
 {{- '<|' + m.role + '|>' + m.content.split('</think>')[-1] | trim + '<|end|>' }}{% endfor %}"""
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES, INFILL = "/v1/messages", "/infill"
 
 
 def messages(count: int, text: str = "a") -> list[dict[str, Any]]:
@@ -40,10 +42,28 @@ def tools(count: int) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(count)]
 
 
+def flat(key: str, count: int = 128) -> list[dict[str, Any]]:
+    """Return tools in the shape of Responses or Messages. key: of their schemas."""
+    functions = [each["function"] for each in tools(count)]
+    kind = {"type": "function"} if key == "parameters" else {}
+    return [{**kind, "name": each["name"], key: each["parameters"]} for each in functions]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """Return a schema of objects within objects."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
 def joined(first: str, item: str, count: int, last: str) -> str:
     return f"{first}{f'{item},' * count}{item}{last}"
 
 
+BLOCK = {"type": "text", "text": "a"}
+USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+FILE = {"filename": "a.py", "text": "word " * 300}
 ATTACKS: dict[str, tuple[str, dict[str, Any] | str]] = {
     "words": (COMPLETIONS, {"prompt": "word " * 200_000}),
     "one word": (COMPLETIONS, {"prompt": "ab" * 500_000}),
@@ -74,17 +94,54 @@ ATTACKS: dict[str, tuple[str, dict[str, Any] | str]] = {
     "documents": (CHATS, {"messages": messages(1), "max_tokens": 1, "documents": [{"t": "x"}] * 125_000}),
     "template variables": (CHATS, {"messages": messages(1), "chat_template_kwargs": {"x": [[1] * 10] * 12_000}}),
     "items": (RESPONSES, {"input": messages(60_000)}),
+    "long items": (RESPONSES, {"input": messages(2048, "word " * 380)}),
+    "response tools": (RESPONSES, {"input": "a", "max_output_tokens": 1, "tools": flat("parameters", 12)}),
+    "required response tools": (RESPONSES, {"input": "a", "tools": flat("parameters", 12), "tool_choice": "required"}),
+    "turns": (MESSAGES, {"max_tokens": 1, "messages": messages(2048, "word " * 380)}),
+    "blocks": (MESSAGES, {"max_tokens": 1, "messages": [{"role": "user", "content": [BLOCK] * 40_000}]}),
+    "system blocks": (MESSAGES, {"max_tokens": 1, "messages": messages(1), "system": [BLOCK] * 40_000}),
+    "calls": (MESSAGES, {"max_tokens": 1, "messages": [{"role": "assistant", "content": [USE] * 20_000}]}),
+    "message tools": (MESSAGES, {"max_tokens": 1, "messages": messages(1), "tools": flat("input_schema")}),
+    "required message tools": (
+        MESSAGES,
+        {"max_tokens": 1, "messages": messages(1), "tools": flat("input_schema"), "tool_choice": {"type": "any"}},
+    ),
+    "deep tools": (
+        MESSAGES,
+        {
+            "max_tokens": 1,
+            "messages": messages(1),
+            "tools": [{"name": f"f{i}", "input_schema": nested(60)} for i in range(128)],
+            "tool_choice": {"type": "any"},
+        },
+    ),
+    "counted turns": (f"{MESSAGES}/count_tokens", {"messages": messages(1, "word " * 200_000)}),
+    "counted tools": (f"{MESSAGES}/count_tokens", {"messages": messages(1), "tools": flat("input_schema")}),
+    "a large hole": (INFILL, {"input_prefix": "word " * 90_000, "input_suffix": "word " * 90_000}),
+    "files": (INFILL, {"input_prefix": "a", "input_suffix": "b", "input_extra": [FILE] * 600}),
+    "many files": (INFILL, {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "a"}] * 60_000}),
+    "a large suffix": (COMPLETIONS, {"prompt": "a", "suffix": "word " * 180_000}),
     "prediction": (COMPLETIONS, {"prompt": "a", "prediction": {"type": "content", "content": "a\n" * 65_000}}),
     "banned words": (COMPLETIONS, {"prompt": "a", "max_tokens": 1, "bad_words": ["abcdefghijklmno"] * 1024}),
 }
 
 
+def with_marks(folder: Path) -> None:
+    """Let three tokens of a checkpoint be the marks for filling in the middle."""
+    vocabulary = Backend.from_file(str(folder / "tokenizer.json"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    names = ("fim_pre_token", "fim_suf_token", "fim_mid_token")
+    settings |= {name: vocabulary.id_to_token(8000 + place) for place, name in enumerate(names)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 @pytest.fixture
 def server(serve_process: Callable[..., ServerProcess], tmp_path: Path) -> ServerProcess:
-    """Return a server of the embedded pair, with a template, and with a key for each client."""
+    """Return a server of the embedded pair, with a template, marks for the cursor, and with a key for each client."""
     with as_file(files("speculant") / "assets" / "demo" / "target") as demo:
         shutil.copytree(demo, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    with_marks(tmp_path / "model")
     keys = [flag for client in range(ATTACKERS + 1) for flag in ("--api-key", f"key{client}")]
     return serve_process(str(tmp_path / "model"), "--draft-model", "demo", *keys).ready()
 

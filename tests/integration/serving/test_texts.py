@@ -16,8 +16,10 @@ from speculant.text import Tokenizer
 from tests.models import Checkpoints, checkpoints
 from tests.raw_clients import encoded, opened
 from tests.servers import LiveServer, serve
+from tests.surfaces import SURFACES, Surface, Wanted
 
 __all__ = ["checkpoints", "serve"]
+FULL = "context_length_exceeded"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools or '' }}{{ documents or '' }}"
 
 
@@ -111,9 +113,9 @@ def test_who_leaves_after_its_body_was_read_is_noticed(
     server.until(pieces[1].cancelled, patience=5.0)
 
 
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.path)
 def test_a_text_beyond_the_context_is_not_tokenised(
-    serve: Callable[..., LiveServer], checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, route: str
+    serve: Callable[..., LiveServer], checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, surface: Surface
 ) -> None:
     engine = AsyncEngine(checkpoints.target, chat_template=TEMPLATE)
     server = serve(engine).ready()
@@ -128,12 +130,13 @@ def test_a_text_beyond_the_context_is_not_tokenised(
     monkeypatch.setattr(Tokenizer, "encode", counting)
     for extra in (0, 1):
         text = "a" * (most * engine.limits.max_model_len + extra)
-        body = {"prompt": text} if route == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
-        body = {"input": text} if route == "/v1/responses" else body
-        response = server.http.post(route, json=body)
+        wanted = Wanted(messages=[{"role": "user", "content": text}], prompts=[text])
+        response = server.http.post(surface.path, json=surface.write(wanted))
         assert response.status_code == 400
-        assert str(engine.limits.max_model_len) in response.json()["error"]["message"]
-        assert (response.json()["error"]["code"] == "too_long") == (extra == 1)
+        error = response.json()["error"]
+        assert error.get("code", FULL) == FULL, "by which OpenAI's clients know it"
+        assert "prompt is too long" in error["message"], "by which Anthropic's do"
+        assert f"maximum context length is {engine.limits.max_model_len} tokens" in error["message"]
     assert encoded == [most * engine.limits.max_model_len]
     cut = {"prompt": text, "truncate_prompt_tokens": 3, "max_tokens": 1}
     assert server.post("/v1/completions", **cut)["usage"]["prompt_tokens"] == 3

@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 from speculant.errors import (
     CapacityError,
     ConfigError,
+    ContextFullError,
     DistributionError,
     EngineClosedError,
     EngineDeadError,
@@ -111,7 +112,7 @@ def test_a_path_of_the_server_is_hidden() -> None:
         ({"logprobs": True, "top_logprobs": 200}, ConfigError("logprobs=200 is too many", "set logprobs."),
          "top_logprobs", "top_logprobs=200"),
         ({"stop": ["x"]}, ConfigError("stop must be short", "x."), "stop", "stop must"),
-        ({}, RequestError("the prompt has 9 tokens, max_model_len is 8", "x."), "messages", "The prompt has"),
+        ({}, ContextFullError("the prompt is too long: 9 tokens > 7 maximum", "x."), "messages", "The prompt is too"),
         ({"response_format": {"type": "text"}}, RequestError("the json of structured_outputs can't be used", "x."),
          "response_format", "The json of response_format"),
         ({"speculation": {"method": "x"}}, ConfigError("method 'x' is unknown", "x."), "speculation", "method 'x'"),
@@ -126,6 +127,7 @@ def test_errors_use_the_field_name_that_was_sent(
     sent = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], **body})
     told = api_error(error, sent.sent_as)
     assert told.param == param
+    assert told.code == ("context_length_exceeded" if isinstance(error, ContextFullError) else None)
     assert told.message.startswith(begins)
 
 

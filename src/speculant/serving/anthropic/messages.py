@@ -17,13 +17,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import override
 
-from speculant.engine import AsyncEngine, StreamPiece
+from speculant.engine import StreamPiece
 from speculant.serving.openai.answers import Answer, Call, Chunk, new_id
 from speculant.serving.openai.messages import MessageReader
 from speculant.serving.openai.protocol import (
     SPECULATION,
     Body,
-    ConversationBody,
     FunctionCall,
     GeneratingBody,
     Listed,
@@ -386,7 +385,7 @@ class MessageRoutes:
         answer = MessageAnswer(chat.call, body, chat.make_reader)
 
         async def prompts() -> list[Prompt]:
-            return [_fitting(engine, await self._prompt(engine, request, chat.body))]
+            return [await service.prompts(request).of_chat(engine, chat.body)]
 
         return await service.answer(engine, request, Job(chat.body, prompts, answer, named_events=True))
 
@@ -397,26 +396,8 @@ class MessageRoutes:
         service.model(body)
         engine.check_chats()
         made = await service.apart(request, lambda: TokenizeBody.model_construct(**conversation(body)))
-        prompt = await while_connected(request.receive, self._prompt(engine, request, made))
+        prompt = await while_connected(request.receive, service.prompts(request).of_chat(engine, made))
         return json_response({"input_tokens": prompt.num_tokens})
-
-    async def _prompt(self, engine: AsyncEngine, request: Request, body: ConversationBody) -> Prompt:
-        """Return a conversation's prompt. Raises ApiError (400); agents find "prompt is too long" in its message."""
-        try:
-            return await self._service.prompts(request).of_chat(engine, body)
-        except ApiError as error:
-            if error.code == "too_long":
-                raise refusal(f"prompt is too long: {error.message}", "messages", "too_long") from None
-            raise
-
-
-def _fitting(engine: AsyncEngine, prompt: Prompt) -> Prompt:
-    """Return a prompt that leaves room for an answer. Raises ApiError (400) for others, in Anthropic's words."""
-    size, most = prompt.num_tokens, engine.limits.max_model_len - 1
-    if size > most:
-        text = f"prompt is too long: {size} tokens > {most} maximum. Shorten the conversation."
-        raise refusal(text, "messages", "too_long")
-    return prompt
 
 
 _DELTAS = MappingProxyType(  # by the type of a block, the type of its deltas and their field

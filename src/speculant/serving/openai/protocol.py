@@ -307,7 +307,7 @@ class InfillBody(GeneratingBody):
             "max_tokens": ("n_predict", "max_tokens"),
             "structured_outputs": ("structured_outputs", "response_format"),
             "prompt": ("input_prefix",),
-            **_SPECULATION,
+            **SPECULATION,
         }
     )
 

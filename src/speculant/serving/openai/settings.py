@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from speculant import plugins
 from speculant.engine import AsyncEngine, PlainPrompt, Prompt as GivenPrompt, PromptPair, RenderedPrompt
+from speculant.errors import ContextFullError
 from speculant.params import SamplingParams
 from speculant.serving.openai.messages import MessageReader, find_reasoning, with_tags
 from speculant.serving.openai.protocol import (
@@ -33,7 +34,7 @@ from speculant.serving.options import ServerOptions
 from speculant.serving.state import TextLanes
 from speculant.serving.tools import find_format
 from speculant.serving.tools.base import TokenId, ToolParser, call_grammar, choose_tools, form_symbol, read_tools
-from speculant.serving.wire import refusal, timed_out
+from speculant.serving.wire import CONTEXT_FULL, refusal, timed_out
 from speculant.structured import StructuredOutputs
 from speculant.text import FAMILIES, TAGS, FimMarks, Hole, Tokenizer, TokenOffsets, fim_prompt, find_fim, find_tags
 
@@ -516,9 +517,8 @@ class Prompts:
     def _check_text(self, text: str) -> None:
         most = self.options.max_prompt_characters
         if len(text) > most:
-            raise refusal(
-                f"The prompt has {len(text)} characters and at most {most} are allowed.", "prompt", "too_long"
-            )
+            problem = f"The prompt is too long: it has {len(text)} characters and at most {most} are allowed."
+            raise refusal(problem, "prompt", CONTEXT_FULL)
 
 
 def _of(engine: AsyncEngine, given: PlainPrompt | PromptPair, body: CompletionBody | TokenizeBody) -> Prompt:
@@ -551,7 +551,7 @@ def _tokens(engine: AsyncEngine, given: PlainPrompt, body: CompletionBody | Toke
 
 
 def _check_fits(engine: AsyncEngine, text: str, body: CompletionBody | ConversationBody) -> None:
-    """Raise ApiError (400) for a text that is certain to have more tokens than the context, before it is tokenised.
+    """Raise ContextFullError for a text that is certain to have more tokens than the context, before it is tokenised.
 
     A text that is cut may be longer, and so may one of /tokenize, which generates nothing.
     """
@@ -559,10 +559,10 @@ def _check_fits(engine: AsyncEngine, text: str, body: CompletionBody | Conversat
     if most is None or body.truncate_prompt_tokens is not None or isinstance(body, TokenizeBody):
         return
     if len(text) > most * longest:
-        raise refusal(
-            f"The prompt has {len(text)} characters, which are over {longest} tokens, and the context has {longest}.",
-            "prompt",
-            "too_long",
+        raise ContextFullError(
+            f"the prompt is too long: it has {len(text)} characters, which are over {longest} tokens; this model's "
+            f"maximum context length is {longest} tokens (max_model_len)",
+            "shorten the prompt or raise max_model_len.",
         )
 
 
