@@ -236,6 +236,25 @@ def draft_seconds(draft: Checkpoint, size: int, runs: Runs) -> tuple[float, floa
     return max((seconds[DEPTH] - seconds[1]) / (DEPTH - 1), 1e-9), 0.0
 
 
+def expected_gain(target: Checkpoint, draft: CausalLM, identity: Sequence[str]) -> float:
+    """Return the expected speed of a draft model over plain decoding, along a text that it draws; see `choose`."""
+    path = costs_folder() / f"{key_of([str(torch.get_num_threads()), *identity])}.gain.json"
+    with suppress(ValueError, TypeError, KeyError):
+        return float(read_measured(path)["gain"])
+    own, size, runs = replace(target, model=draft), target.model.vocab_size, Runs()
+    with torch.inference_mode():
+        tokens = drawn(
+            own, size, max(1, min(SAMPLE, draft.max_positions - PROMPT, target.model.max_positions - PROMPT))
+        )
+        both = [probs_along(model, tokens, size) for model in (target.model, draft)]
+        overlap = torch.minimum(*both)[PROMPT - 1 : -1].sum(-1).mean()
+        pass_s = pass_seconds(target.model, runs)
+        gain = Precision(None, float(overlap), *draft_seconds(own, size, runs)).speed(pass_s) * pass_s(1)
+    if is_steady(spread := spread_of(runs)):
+        write_file(path, {"gain": gain, "spread": spread})
+    return gain
+
+
 # Heads
 
 

@@ -45,6 +45,7 @@ from speculant.scheduling import Schedule
 from speculant.types import DraftPrice, Request
 
 PROBE = 1  # nodes of a draft that is tried
+LONGEST_ALONE = 32  # of a draft with scores, which cut it, where no other sequence waits for its rows
 PLAIN_STEPS = 6  # of an experiment without drafts; its last half is timed, when the processor's caches are as usual
 HOLDS, RESTS = 8, 64  # steps for which a plan holds, with drafts and without
 PATIENCE = 8  # calls in a row without a draft, after which a method is only tried, at most once in RESTS steps
@@ -496,10 +497,11 @@ class Adaptive(DraftLength):
             lengths = self._joint_lengths(plan, method, requests, most)
             self._drawn.update(zip(map(_SEQ_ID, requests), plan.extended or lengths, strict=True))
             if any(lengths):
-                return most
+                return self._longest_scored(plan, requests, most)
         elif not known.has_scores:
             lengths = self._joint_lengths(plan, method, requests, most)
             return plan.extended or lengths
+        most = self._longest_scored(plan, requests, most)
         price = len(requests) * known.seconds.value / plan.steps_s(self._costs, 0)[0]
         if silent or known.gain < len(requests) * price:  # a token takes a share of its pass
             if wait := self._experiments.left("look up", method):
@@ -514,6 +516,11 @@ class Adaptive(DraftLength):
         plan.left = min(plan.left, HOLDS)
         plan.asked.append(method)
         return most
+
+    def _longest_scored(self, plan: StepPlan, requests: Sequence[Request], most: list[int]) -> list[int]:
+        """Return the most nodes of drafts with scores, if those without have at most `most`."""
+        is_given = self._longest is not None or requests[0].drafts.num_tokens is not None
+        return most if is_given or len(plan.lengths) > 1 or most != [LONGEST] else [LONGEST_ALONE]
 
     def _joint_lengths(
         self, plan: StepPlan, method: str, requests: Sequence[Request], most: Sequence[int]
