@@ -13,6 +13,7 @@ by its rows over that of a plain one, without drafting. `of_bound` is the speed 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -166,7 +167,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     target, names = place_of(arguments.target), arguments.ways or [*WAYS, DEFAULT, WITH_DRAFT]
     folders = {TARGET: str(target)} | ({DRAFT: str(place_of(arguments.draft))} if WITH_DRAFT in names else {})
     checkpoint, tokenizer = load(target, STORED), Tokenizer.load(target)
-    forced, cells, pair = ForcedTarget(checkpoint.model), dict[str, Any](), LoadedPair(checkpoint, folders)
+    cells = json.loads(arguments.json.read_text())["seen"]["cells"] if arguments.add else dict[str, Any]()
+    forced, pair = ForcedTarget(checkpoint.model), LoadedPair(checkpoint, folders)
     costs, benches = step_costs(pair, arguments.context), engines(pair, arguments.context)
     benches = {name: each for name, each in benches.items() if name in (PLAIN, *names)}
     for share in [0.0] if arguments.follow else arguments.shares:
@@ -241,9 +243,10 @@ BENCHMARK = Benchmark(
     "the time of a pass. No way is 10% faster than the default.",
     measure=measure, rounds=3, show=show,
     options={
-        "target": "qwen_1.5b", "draft": "qwen_0.5b", "shares": [0.01, 0.05, 0.2], "lines": 80,
+        "target": "qwen_1.5b", "draft": "qwen_0.5b", "shares": [0.01, 0.05, 0.2], "lines": 60,
         "ways": {"nargs": "+", "default": [], "help": "those to run beside plain decoding; all without it"},
         "plain": 64, "most": 1024, "context": 4096,
+        "add": {"action": "store_true", "help": "keep the cells of the file that --json names"},
         "follow": {"action": "store_true", "help": "the model answers by itself"},
     },
 )  # fmt: skip

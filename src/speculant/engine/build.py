@@ -64,7 +64,7 @@ from speculant.verification import Verifier
 
 logger = logging.getLogger(__name__)
 
-MOST_TRIED, LEAST_GAIN_FOUND = 2, 1.05  # drafts that nobody named, and the least expected speed of one over plain
+MOST_TRIED, LEAST_GAIN_FOUND = 2, 1.0  # drafts that nobody named, and the least expected speed of one over plain
 _VERIFIERS, _LENGTHS = "speculant.verification", "speculant.lengths"
 
 

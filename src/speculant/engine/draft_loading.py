@@ -8,7 +8,7 @@ from pathlib import Path
 
 from speculant.config import EngineConfig
 from speculant.drafting import check_kind, intersect
-from speculant.engine.precision import AUTO, LargeDraft, choose_precision, expected_gain, rounded
+from speculant.engine.precision import AUTO, LargeDraft, choose_precision, expected_gain, rounded, state_of
 from speculant.errors import PairError
 from speculant.models import (
     CausalLM,
@@ -51,12 +51,16 @@ class DraftLoader:
             self.notes.append(f", {note}")
         model = self._load_fastest(folder, source, head_tokens, vocabulary)
         if self.least_gain is not None:
-            self._check_gain(folder, expected_gain(self.target, model, [*self.facts, str(folder)]), self.least_gain)
+            self._check_gain(folder, model, self.least_gain)
         if isinstance(vocabulary, MappedVocabulary):
             self.mapped.append((model, vocabulary))
         return model
 
-    def _check_gain(self, folder: Path, gain: float, least: float) -> None:
+    def _check_gain(self, folder: Path, model: CausalLM, least: float) -> None:
+        """Measure a draft along this module's text. Raises PairError for one that does not pay."""
+        text = self.tokenizer.encode(Path(__file__).read_text(encoding="utf-8"), add_special_tokens=False)
+        places = (str(place) + state_of(place) for place in (self.target.folder, folder))
+        gain = expected_gain(self.target, model, text, [*self.facts, *places])
         if gain < least:
             raise PairError(
                 f"texts are expected to come {gain:.2f} times as fast with {folder} as without drafts",
