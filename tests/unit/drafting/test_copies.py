@@ -91,6 +91,17 @@ def test_an_edited_file_needs_few_drafts() -> None:
     assert passes <= 14
 
 
+def test_a_neighbour_that_fails_costs_a_copy_nothing() -> None:
+    """The engine calls a drafter that failed for each sequence alone."""
+    drafter, request, bad = SuffixDrafter(SuffixOptions()), make_request(FILE, START), make_request([2**70], seq_id=2)
+    for each in (request, bad):
+        drafter.begin(each)
+    with pytest.raises(OverflowError):
+        drafter.propose([request, bad], [2, 2])
+    assert drafter.propose([request], [40])[0].token_list == D[:40]
+    assert drafter._readers[request.seq_id]._copying.text.tolist() == request.tokens  # type: ignore[attr-defined]
+
+
 small = st.lists(st.integers(0, 3), max_size=60)
 
 

@@ -177,7 +177,7 @@ class Copying:
         self._last: int | None = None  # the place of the departure that is to be followed; None = there is no copy
         self._departed = self._begun = 0  # how many tokens the text had then, and before the copy
 
-    def read(self, tokens: array[int]) -> None:
+    def read(self, tokens: Sequence[int]) -> None:
         """Read tokens that follow the text."""
         end, text = len(self.text), self.text
         text.extend(tokens)
@@ -253,24 +253,24 @@ class SuffixReader(SequenceReader):
 
     @override
     def update(self, tokens: Sequence[int]) -> None:
-        self.index.look_up([self.query(tokens, (), 0)])
+        (found,) = self.index.look_up([self.query(tokens, (), 0)])
+        self.choose(found, tokens, (), 0)
         self.seen += len(tokens)
 
     @override
     def draft(self, limit: int, ahead: Sequence[int] = ()) -> DraftTree:
         (found,) = self.index.look_up([self.query((), ahead, limit)])
-        return self.choose(found, ahead, limit)
+        return self.choose(found, (), ahead, limit)
 
     def query(self, unread: Sequence[int], ahead: Sequence[int], limit: int) -> SuffixQuery:
         """Return the question for the next tokens; `look_up` appends the unread ones to the index."""
-        tokens = array("q", unread)
-        self._copying.read(tokens)
-        return [self.index, *self._store.indexes(self._salt)], tokens, array("q", ahead), limit
+        return [self.index, *self._store.indexes(self._salt)], array("q", unread), array("q", ahead), limit
 
-    def choose(self, found: Continuation, ahead: Sequence[int], limit: int) -> DraftTree:
-        """Return the draft of a copy if there is one, else that of the continuation that was found."""
+    def choose(self, found: Continuation, unread: Sequence[int], ahead: Sequence[int], limit: int) -> DraftTree:
+        """Return the draft of a copy if there is one, else that of the continuation that a query found."""
         copying = self._copying
-        if copying.place is None and found.length >= LEAST_COPY and not ahead:
+        copying.read(unread)
+        if copying.run < LEAST_COPY <= found.length and not ahead:
             copying.begin(LEAST_COPY)
         if tokens := copying.ahead(ahead, limit):
             return DraftTree.chain(tokens, scores=match_scores(copying.run + len(ahead) + 1, len(tokens)))
@@ -315,8 +315,8 @@ class SuffixDrafter(ReadingDrafter):
         for reader, unread, ahead, limit in readings:
             queries.append(cast(SuffixReader, reader).query(unread, ahead, limit))
         note_read(readings)
-        for (reader, _, ahead, limit), found in zip(readings, queries[0][0][0].look_up(queries), strict=True):
-            yield cast(SuffixReader, reader).choose(found, ahead, limit)
+        for (reader, unread, ahead, limit), found in zip(readings, queries[0][0][0].look_up(queries), strict=True):
+            yield cast(SuffixReader, reader).choose(found, unread, ahead, limit)
 
     @override
     def end(self, request: Request) -> None:
