@@ -206,7 +206,7 @@ def engines(pair: LoadedPair, batch: int, **settings: Any) -> dict[str, Runtime]
         "plain": pair.engine(batch, **WITHOUT_DRAFTS, **settings),
         "fixed": pair.engine(batch, drafting, **settings),
         DEFAULT: pair.engine(batch, **(beside if kind else {"draft_model": own}), **settings),
-        LOOKUPS: pair.engine(batch, use_speculative_decoding=True, **settings),
+        LOOKUPS: pair.engine(batch, use_speculative_decoding=True, find_drafts=False, **settings),
     }
 
 

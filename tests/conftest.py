@@ -23,6 +23,7 @@ from tests.covering import add_option, leave_combinations_out
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("SPECULANT_REAL_MODELS", str(cache_folder("models")))  # the user's: the next line hides it
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / "speculant-tests")  # measured costs are kept there
+os.environ["SPECULANT_FIND_DRAFTS"] = "false"  # in processes of tests; `same_engines_each_time` does it in this one
 files.STEADY = float("inf")  # although the tests keep the machine busy
 gc.disable()  # until all tests are collected: they live to the end
 TESTS = Path(__file__).parent
@@ -114,6 +115,7 @@ def same_engines_each_time() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "secrets", SimpleNamespace(randbits=lambda bits: 0))
+        patch.setattr("speculant.engine.nearby.SEARCH_S", -1.0)  # models of this machine, or of other tests
         patch.setattr(measuring, "BUDGET_S", 0.005)  # for each curve: no test depends on the costs of a step
         patch.setattr("speculant.engine.precision.TEXT_SECONDS", 0.0)  # nor on a head's acceptance in each type
         yield

@@ -53,6 +53,8 @@ class EngineConfig:
     Speculation is off if `use_speculative_decoding` is False. None = on if `draft_model`, `spec_length` or
     `speculative_config` is given, or if the backend's results for a row do not depend on the batch. Otherwise a draft
     could change which of two nearly equal tokens is chosen. `spec_length` is another name of `num_speculative_tokens`.
+    find_drafts: where nothing else is said about drafts, use a draft model or a head that lies near the target and
+    fits (engine/nearby.py), if it is expected to pay.
     seed: for requests without their own seed. They are then verified by `match`, so that their texts are reproducible.
     None = sampled texts differ from run to run.
 
@@ -96,6 +98,7 @@ class EngineConfig:
     spec_length: int | None = None
     use_speculative_decoding: bool | None = None
     speculative_config: Mapping[str, Any] | None = None
+    find_drafts: bool = True
     dtype: str = "auto"
     device: str = "cpu"
     max_model_len: int | None = None
@@ -340,6 +343,7 @@ _ENGINE_CHECKS: Mapping[str, Check] = dict(
     weight_cache=_check_weight_cache,
     enable_prefix_caching=check_flag,
     measure=check_flag,
+    find_drafts=check_flag,
     use_speculative_decoding=optional(check_flag),
     max_num_seqs=check_positive,
     block_size=check_positive,

@@ -155,6 +155,7 @@ class EngineFlags(FlagGroup):
     spec_length: Annotated[int, "Tokens to draft per step."]
     use_speculative_decoding: Annotated[bool, "Turn speculation on or off; on by default."]
     speculative_config: Annotated[str, "How to draft: KEY=VALUE,... or a JSON object, with method, model and the rest."]
+    find_drafts: Annotated[bool, "Without a named draft, use one that lies near the target; on by default."]
     dtype: Annotated[str, "auto (the checkpoint's), float64, float32 or bfloat16."]
     device: Annotated[str, "Where to compute: cpu, cuda, or one of several, such as cuda:1."]
     max_model_len: Annotated[int, "Positions per sequence, prompt and output together."]

@@ -77,7 +77,11 @@ from .lookup.reading import (
 )
 from .lookup.static import StaticDrafter as StaticDrafter, build as build
 from .lookup.suffix import (
+    AFTER as AFTER,
+    LEAST_COPY as LEAST_COPY,
     PART as PART,
+    PATIENCE as PATIENCE,
+    Copying as Copying,
     SuffixDrafter as SuffixDrafter,
     SuffixOptions as SuffixOptions,
     SuffixStore as SuffixStore,

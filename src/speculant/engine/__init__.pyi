@@ -40,6 +40,7 @@ from .memory import (
     Need as Need,
     free_memory as free_memory,
 )
+from .nearby import candidates as candidates
 from .precision import (
     AUTO as AUTO,
     LEAST_GAIN as LEAST_GAIN,

@@ -7,9 +7,11 @@ import itertools
 import logging
 import math
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from speculant.drafting.methods import KIND
 from speculant.engine.draft_loading import DraftLoader
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
+from speculant.engine.nearby import FoundDraft, find_drafts
 from speculant.engine.precision import AUTO, LARGE_BYTES, HeadRounding, rounded
 from speculant.errors import CapacityError, ConfigError, ModelError, PairError, RequestError
 from speculant.files import forget_measured
@@ -61,6 +64,7 @@ from speculant.verification import Verifier
 
 logger = logging.getLogger(__name__)
 
+MOST_TRIED, LEAST_GAIN_FOUND = 2, 1.0  # drafts that nobody named, and the least expected speed of one over plain
 _VERIFIERS, _LENGTHS = "speculant.verification", "speculant.lengths"
 
 
@@ -139,7 +143,7 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     shape, has_source = target.model.cache_shape, target.model.needs.source
     memory = CacheMemory.of(config, limits, shape, target.mapped_bytes, scratch, has_source)
     verifiers, _ = build_verifiers(spec)
-    spec, drafters, notes = choose_drafters(config, spec, target, tokenizer, memory.make, lambda: memory.target)
+    spec, drafters, notes = choose_drafters(config, spec, target, tokenizer, memory)
     name = method_name(spec) if spec else None
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
@@ -331,21 +335,48 @@ def _draft_length(
 
 
 def choose_drafters(
-    config: EngineConfig, spec: SpeculativeConfig | None, target: Checkpoint, *others: Any
+    config: EngineConfig, spec: SpeculativeConfig | None, target: Checkpoint, tokenizer: Tokenizer, memory: CacheMemory
 ) -> tuple[SpeculativeConfig | None, Drafters, str]:
-    """Make the drafters, with a head of the target's own if there is one that can be used; see `build_drafters`.
+    """Make the drafters, with a head of the target's own or a draft near it, if one can be used; see `build_drafters`.
 
-    Returns the settings that were used, too.
+    Returns the settings that were used, too. Whatever is wrong with a draft that nobody named, the engine starts.
     """
-    own = with_own_head(spec, target)
+    own, cache = with_own_head(spec, target), lambda: memory.target
     if own is not spec:
         try:
-            drafters, notes = build_drafters(config, own, target, *others)
+            drafters, notes = build_drafters(config, own, target, tokenizer, memory.make, cache)
         except (CapacityError, ModelError, PairError) as error:
             logger.warning("the target's own head is not used: %s", error)
         else:
             return own, drafters, f", with the target's own head{notes}"
-    return spec, *build_drafters(config, spec, target, *others)
+    elif spec is not None and _looks_near(config, target):
+        for found in islice(find_drafts(target, tokenizer, config.download_dir), MOST_TRIED):
+            near, started = _with_found(spec, found), time.perf_counter()
+            logger.info("found the draft %s: %s", found.place, found.why)
+            try:
+                with memory.restored_on_error():
+                    make = memory.make_if_roomy
+                    drafters, notes = build_drafters(config, near, target, tokenizer, make, cache, LEAST_GAIN_FOUND)
+            except Exception as error:  # noqa: BLE001 - the engine starts without it
+                logger.warning("the draft %s that was found is not used: %s", found.place, error)
+            else:
+                loaded = f"loaded in {time.perf_counter() - started:.1f} s"
+                return near, drafters, f", found as {found.place} ({found.why}; {loaded}){notes}"
+    return spec, *build_drafters(config, spec, target, tokenizer, memory.make, cache)
+
+
+def _looks_near(config: EngineConfig, target: Checkpoint) -> bool:
+    """Whether to look for a draft: not if the user says anything about drafts, nor for the embedded pair."""
+    named = config.draft_model or config.spec_length or config.speculative_config
+    return config.find_drafts and not named and config.model != "demo" and target.weights > 0
+
+
+def _with_found(spec: SpeculativeConfig, found: FoundDraft) -> SpeculativeConfig:
+    """Return the speculative settings with a draft that was found, which has the target's own tokens."""
+    if found.method is None:
+        return replace(spec, model=str(found.place), use_heterogeneous_vocab=False)
+    members = [*installed(*LOOKUPS), {"method": found.method, "model": str(found.place)}]
+    return replace(spec, method=DEFAULT, options={**spec.options, "members": members})
 
 
 def build_drafters(
@@ -355,14 +386,15 @@ def build_drafters(
     tokenizer: Tokenizer,
     make_cache: Callable[[CacheShape], KVCache],
     target_cache: Callable[[], KVCache | None] = lambda: None,
+    least_gain: float | None = None,
 ) -> tuple[Drafters, str]:
     """Make the drafters for a target: for the configured method, and for its `methods` that requests may name.
 
     A method without a model need not be listed: it is made when a request names it. target_cache: see `Target`.
-    Returns the drafters, and notes for the user on their draft models.
+    least_gain: see `DraftLoader`. Returns the drafters, and notes for the user on their draft models.
     """
     facts = str(target.folder), target.kernels, config.dtype
-    loader = DraftLoader(config, target, tokenizer, facts, spec.use_heterogeneous_vocab if spec else None)
+    loader = DraftLoader(config, target, tokenizer, facts, spec.use_heterogeneous_vocab if spec else None, least_gain)
     workshop = _Workshop(config, spec, target, make_cache, target_cache, loader)
     drafters: dict[str, Drafter] = {}
     if spec is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from speculant.config import EngineConfig
 from speculant.drafting import check_kind, intersect
-from speculant.engine.precision import AUTO, LargeDraft, choose_precision, rounded
+from speculant.engine.precision import AUTO, LargeDraft, choose_precision, expected_gain, rounded, state_of
 from speculant.errors import PairError
 from speculant.models import (
     CausalLM,
@@ -29,7 +29,8 @@ class DraftLoader:
     """Loads the draft models of an engine.
 
     facts: texts that name the target, its type and its kernels. heterogeneous: False = a draft whose ids mean other
-    tokens is refused. notes: for the user.
+    tokens is refused. notes: for the user. least_gain: the least speed over plain decoding that is expected of a draft
+    which nobody named; None = the draft is used whatever it gains.
     """
 
     config: EngineConfig
@@ -37,6 +38,7 @@ class DraftLoader:
     tokenizer: Tokenizer
     facts: tuple[str, ...]
     heterogeneous: bool | None = None
+    least_gain: float | None = None
     notes: list[str] = field(default_factory=list)
     mapped: list[tuple[CausalLM, MappedVocabulary]] = field(default_factory=list)
 
@@ -48,9 +50,23 @@ class DraftLoader:
         if note := describe_vocabulary(vocabulary):
             self.notes.append(f", {note}")
         model = self._load_fastest(folder, source, head_tokens, vocabulary)
+        if self.least_gain is not None:
+            self._check_gain(folder, model, self.least_gain)
         if isinstance(vocabulary, MappedVocabulary):
             self.mapped.append((model, vocabulary))
         return model
+
+    def _check_gain(self, folder: Path, model: CausalLM, least: float) -> None:
+        """Measure a draft along this module's text. Raises PairError for one that does not pay."""
+        text = self.tokenizer.encode(Path(__file__).read_text(encoding="utf-8"), add_special_tokens=False)
+        places = (str(place) + state_of(place) for place in (self.target.folder, folder))
+        gain = expected_gain(self.target, model, text, [*self.facts, *places])
+        if gain < least:
+            raise PairError(
+                f"texts are expected to come {gain:.2f} times as fast with {folder} as without drafts",
+                "name it as the draft model to use it nevertheless.",
+            )
+        self.notes.append(f", expected to be {gain:.1f} times as fast as plain decoding")
 
     def vocabulary_of(self, model: CausalLM) -> MappedVocabulary | None:
         """Return how a loaded draft model reads the target's texts; None = token by token, as they are."""

@@ -26,6 +26,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,6 +40,7 @@ from speculant.lengths import DEPTHS
 logger = logging.getLogger(__name__)
 
 SHARE_OF_FREE = 0.5  # of the memory that is free once the target is loaded, unless kv_memory is set
+LEAST_CONTEXT = 8 * USUAL_CONTEXT  # to which a draft that nobody named may shorten the context
 FALLBACK = 2**31  # bytes, where the free memory is unknown
 SHARE_OF_PREFIXES, MOST_PREFIXES = 0.25, 8  # of the memory, for the records of prefixes; and how many per sequence
 
@@ -88,11 +90,28 @@ class CacheMemory:
 
     def make(self, shape: CacheShape) -> KVCache:
         """Make a cache for a drafter, leaving room for as many positions of the target's; raises CapacityError too."""
-        limits = self.limits
-        try:
+        with self.restored_on_error():
             return self._make(self._draft_need(shape), self._left, "drafter", (self._target_need,))
-        except CapacityError:
-            self.limits = limits
+
+    def make_if_roomy(self, shape: CacheShape) -> KVCache:
+        """Make a cache as `make` does; CapacityError too if the context then is shorter than LEAST_CONTEXT for it."""
+        with self.restored_on_error():
+            longest, cache = self.limits.max_model_len, self.make(shape)
+            if self.limits.max_model_len < min(longest, LEAST_CONTEXT):
+                raise CapacityError(
+                    f"beside its keys and values the context would have {self.limits.max_model_len} tokens",
+                    "raise kv_memory.",
+                )
+            return cache
+
+    @contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        """Give back the memory of caches that are made in this block, and the context, if it raises an error."""
+        limits, left = self.limits, self._left
+        try:
+            yield
+        except BaseException:
+            self.limits, self._left = limits, left
             raise
 
     @property

@@ -236,6 +236,25 @@ def draft_seconds(draft: Checkpoint, size: int, runs: Runs) -> tuple[float, floa
     return max((seconds[DEPTH] - seconds[1]) / (DEPTH - 1), 1e-9), 0.0
 
 
+def expected_gain(target: Checkpoint, draft: CausalLM, text: Sequence[int], identity: Sequence[str]) -> float:
+    """Return the expected speed of a draft model over plain decoding, by its acceptance along a text; see `choose`."""
+    path = costs_folder() / f"{key_of([str(torch.get_num_threads()), *identity])}.gain.json"
+    with suppress(ValueError, TypeError, KeyError):
+        return float(read_measured(path)["gain"])
+    size, runs = target.model.vocab_size, Runs()
+    tokens = text[: max(PROMPT, min(PROMPT + SAMPLE, draft.max_positions, target.model.max_positions))]
+    with torch.inference_mode():
+        p, q = (probs_along(model, tokens, size) for model in (target.model, draft))
+        overlap = float(torch.minimum(p, q)[PROMPT - 1 :].sum(-1).mean())
+        pass_s = pass_seconds(target.model, runs)
+        times = draft_seconds(replace(target, model=draft), size, runs)
+    gain = Precision(None, overlap, *times).speed(pass_s) * pass_s(1)
+    logger.info("a draft that was found: acceptance %.3f, %.2g s a token, %.2g s a draft", overlap, *times)
+    if is_steady(spread := spread_of(runs)):
+        write_file(path, {"gain": gain, "spread": spread})
+    return gain
+
+
 # Heads
 
 
@@ -259,7 +278,7 @@ class HeadRounding:
             return _hosted_by(context, hosting(model, rounded(self.given)))
         if not isinstance(model, HeadHost):
             return context
-        own = [build.__module__, str(context.model), _state_of(context.model), str(sorted(context.options.items()))]
+        own = [build.__module__, str(context.model), state_of(context.model), str(sorted(context.options.items()))]
 
         def trial(host: CausalLM, runs: Runs) -> Trial[CausalLM]:
             pass_s = pass_seconds(model, runs)
@@ -298,7 +317,7 @@ def hosting(target: CausalLM, quantization: str | None) -> CausalLM:
     return target.rounding_heads(quantization)
 
 
-def _state_of(source: object) -> str:
+def state_of(source: object) -> str:
     """Return sizes and times of a head's file, or of all in its folder: another head has a choice of its own."""
     place = Path(str(source)).expanduser()
     files = sorted(place.iterdir()) if place.is_dir() else [place] if place.is_file() else []

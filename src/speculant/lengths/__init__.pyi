@@ -1,5 +1,6 @@
 from .adaptive import (
     BUDGET as BUDGET,
+    LONGEST_ALONE as LONGEST_ALONE,
     Adaptive as Adaptive,
     Experiments as Experiments,
     MethodAcceptance as MethodAcceptance,

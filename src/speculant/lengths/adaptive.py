@@ -45,6 +45,7 @@ from speculant.scheduling import Schedule
 from speculant.types import DraftPrice, Request
 
 PROBE = 1  # nodes of a draft that is tried
+LONGEST_ALONE = 32  # of a draft with scores, which cut it, where no other sequence waits for its rows
 PLAIN_STEPS = 6  # of an experiment without drafts; its last half is timed, when the processor's caches are as usual
 HOLDS, RESTS = 8, 64  # steps for which a plan holds, with drafts and without
 PATIENCE = 8  # calls in a row without a draft, after which a method is only tried, at most once in RESTS steps
@@ -276,8 +277,9 @@ class MethodRecord:
     needs: its drafter's. price: of its chains, which end by their scores; None = they do not.
     has_scores: whether its last drafts had some. silent: its calls in a row that returned no draft. gain, seconds: of a
     call to a method with scores, which drafts nothing in most steps of an unfamiliar text: tokens accepted, less
-    the tokens that plain steps make while they are verified, and the time for each sequence. gained, nodes, depth:
-    means for drafts without scores, of the accepted tokens, the nodes, and the nodes of a step's longest draft.
+    the tokens that plain steps make while they are verified, and the time for each sequence. looked_up:
+    the share of tokens that come with drafts with scores. gained, nodes, depth: means for drafts without scores, of
+    the accepted tokens, the nodes, and the nodes of a step's longest draft.
     """
 
     needs: DrafterNeeds
@@ -288,6 +290,7 @@ class MethodRecord:
     silent: int = 0
     gain: float = 1.0
     seconds: Mean = field(default_factory=Mean)
+    looked_up: Rate = field(default_factory=partial(Rate, 0.0, CHAIN_PRIOR_TESTS))
     gained: Rate = field(default_factory=partial(Rate, PRIOR, CHAIN_PRIOR_TESTS))
     nodes: Rate = field(default_factory=partial(Rate, 1.0, CHAIN_PRIOR_TESTS))
     depth: Rate = field(default_factory=partial(Rate, 1.0, CHAIN_PRIOR_TESTS))
@@ -496,10 +499,11 @@ class Adaptive(DraftLength):
             lengths = self._joint_lengths(plan, method, requests, most)
             self._drawn.update(zip(map(_SEQ_ID, requests), plan.extended or lengths, strict=True))
             if any(lengths):
-                return most
+                return self._longest_scored(plan, requests, most)
         elif not known.has_scores:
             lengths = self._joint_lengths(plan, method, requests, most)
             return plan.extended or lengths
+        most = self._longest_scored(plan, requests, most)
         price = len(requests) * known.seconds.value / plan.steps_s(self._costs, 0)[0]
         if silent or known.gain < len(requests) * price:  # a token takes a share of its pass
             if wait := self._experiments.left("look up", method):
@@ -514,6 +518,11 @@ class Adaptive(DraftLength):
         plan.left = min(plan.left, HOLDS)
         plan.asked.append(method)
         return most
+
+    def _longest_scored(self, plan: StepPlan, requests: Sequence[Request], most: list[int]) -> list[int]:
+        """Return the most nodes of drafts with scores, if those without have at most `most`."""
+        is_given = self._longest is not None or requests[0].drafts.num_tokens is not None
+        return most if is_given or len(plan.lengths) > 1 or most != [LONGEST] else [LONGEST_ALONE]
 
     def _joint_lengths(
         self, plan: StepPlan, method: str, requests: Sequence[Request], most: Sequence[int]
@@ -538,7 +547,8 @@ class Adaptive(DraftLength):
         chosen = choose_jointly(self._offers(method, requests, most), count, seconds)
         plan.rate = count / plain_s * (1 + chosen.gain)
         # A step with prompts is long, and drafts in it are cheap: it does not show whether reading a backlog pays.
-        token_s = plain_s / count * chosen.gain / (1 + chosen.gain) if plan.pure else 0.0
+        model_s = plain_s / count * (1 - known.looked_up.value)  # of a plain token that no lookup finds
+        token_s = model_s * chosen.gain / (1 + chosen.gain) if plan.pure else 0.0
         counts, _ = self._backlogs.affordable(method, requests, chosen.counts, token_s)
         experiments.end(*longer)
         experiments.end(*trial)
@@ -555,7 +565,7 @@ class Adaptive(DraftLength):
             return twice
         if not experiments.left(*trial):
             probes = [min(known.probe, each) for each in most]
-            tried, wait_s = self._backlogs.affordable(method, requests, probes, plain_s / count, most_s=plain_s)
+            tried, wait_s = self._backlogs.affordable(method, requests, probes, model_s, most_s=plain_s)
             if any(tried):
                 plan.planned.append(method)
                 gain = sum(map(sum, map(known.acceptance.survivals, requests, tried))) / count
@@ -689,7 +699,9 @@ class Adaptive(DraftLength):
         step.depth = max(step.depth, len(outcome.drafted) + outcome.missing)
         if nodes:
             step.drafted = True
-            step.accepted += sum(outcome.accepted)
+            step.accepted += (accepted := sum(outcome.accepted))
+            if self._methods[method].needs.selects:
+                self._methods[method].looked_up.add(accepted * (draft is not None), METHOD_MEMORY, 1 + accepted)
             if draft is None:
                 own.nodes = max(own.nodes, nodes)
                 gained = sum(outcome.accepted[: sum(outcome.tested)])

@@ -29,6 +29,7 @@ UNKNOWN_COSTS = {1: 1.0, 64: 1.5}  # of a pass, in any unit, if nothing was meas
 ROW_SHARE = 0.02  # of a pass of one row: what one more row costs that reads nothing more
 LEAST_TABLE = 32  # sizes that are interpolated at once
 LEAST_BACKLOG = 8  # missing tokens; fewer are part of a draft
+USUAL_ANSWER = 1024  # tokens that a request without max_tokens may still get
 
 
 @dataclass
@@ -329,7 +330,7 @@ class Backlogs:
             if counts[place]:
                 wait_s, most = self.seconds(method, request), request.params.max_tokens
                 gained = request.num_positions - len(request.prompt)
-                if most is None or wait_s <= token_s * (most - gained):
+                if wait_s <= token_s * (USUAL_ANSWER if most is None else most - gained):
                     waits_s[place] = wait_s
         if sum(waits_s.values()) > most_s:
             shortest = min(waits_s, key=waits_s.__getitem__)

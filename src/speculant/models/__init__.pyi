@@ -205,6 +205,7 @@ from .source import (
     NO_RULES as NO_RULES,
     OutputRules as OutputRules,
     embedded_heads as embedded_heads,
+    is_model_file as is_model_file,
     read_defaults as read_defaults,
     read_end_tokens as read_end_tokens,
     read_generation as read_generation,

@@ -78,6 +78,12 @@ def resolve_tokenizer(source: str, revision: str | None = None, download_dir: st
     return resolve_source(source, revision=revision, download_dir=download_dir)
 
 
+def is_model_file(path: Path) -> bool:
+    """Whether a path is a GGUF file of a model, or the first part of one."""
+    named = path.suffix.lower() == SUFFIX and not _NO_MODEL.search(path.name)
+    return named and path.is_file() and parts_of(path)[0] == path
+
+
 def read_model_config(place: Path) -> dict[str, Any]:
     """Return config.json of a folder, or the metadata of a GGUF file in its keys. Raises ModelError."""
     if place.is_dir():

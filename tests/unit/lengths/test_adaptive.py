@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,8 @@ import pytest
 
 from speculant.drafting import DrafterNeeds
 from speculant.lengths import (
+    LONGEST,
+    LONGEST_ALONE,
     Adaptive,
     CostCurve,
     DraftLength,
@@ -265,6 +267,21 @@ def test_adaptive_gives_each_candidate_drafter_its_own_length() -> None:
     policy, request = selector_of(0.9)
     assert policy._plan.lengths == [16]
     assert 0 < (policy.longest_unscored(request) or 0) <= 16
+
+
+@pytest.mark.parametrize(("sequences", "given", "own", "expected"), [
+    (1, None, None, LONGEST_ALONE), (2, None, None, LONGEST), (1, LONGEST, None, LONGEST), (1, None, LONGEST, LONGEST),
+])  # fmt: skip
+def test_lookups_draft_more_where_no_other_sequence_waits(
+    sequences: int, given: int | None, own: int | None, expected: int
+) -> None:
+    policy = Adaptive(given)
+    policy._methods["some"].has_scores = True
+    requests = [make_request([1, 2, 3], seq_id=number, method="some") for number in range(sequences)]
+    for request in requests:
+        request.drafts = replace(request.drafts, num_tokens=own)
+    items = [Scheduled(request, 2, 1) for request in requests]
+    assert policy.choose(Schedule(items, None, 10**6, [], [])) == [expected] * sequences  # type: ignore[arg-type]
 
 
 def test_a_method_with_trees_is_tried_with_whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_a_source_is_read_once() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens", "drafts"), [
-    (100, 50, True), (4000, 50, False), (4000, 1000, True), (4000, None, True),
+    (100, 50, True), (4000, 50, False), (4000, 1000, True), (4000, None, True), (40_000, None, False),
 ])  # fmt: skip
 def test_drafting_begins_if_the_answer_is_long_enough(prompt: int, max_tokens: int | None, drafts: bool) -> None:
     assert any(chosen(Adaptive(None, costs()), request_of(prompt, max_tokens))) is drafts
@@ -97,6 +97,19 @@ def test_a_draft_that_was_looked_up_reads_nothing() -> None:
     chosen(policy, request_of(20, 50))
     policy.observe([DraftOutcome(request, [1], [1], [1], (0,))], TIMING)
     assert policy._backlogs.seconds("some", request) == 0
+
+
+def test_a_backlog_is_not_read_for_tokens_that_are_looked_up() -> None:
+    policy = Adaptive(None, costs(), lambda method: DrafterNeeds(selects=True))
+    before = request_of(4000, 200)
+    chosen(policy, before)
+    assert policy.longest_unscored(before)
+    for _ in range(60):
+        chosen(policy, request := request_of(20, 50))
+        policy.trim([ScoredDraft(request, [0.9] * 8, range(-1, 7))])
+        policy.observe([DraftOutcome(request, [1] * 8, [1] * 8, [1] * 8, tuple(range(8)))], TIMING)
+    chosen(policy, after := request_of(4000, 200))
+    assert not policy.longest_unscored(after)
 
 
 def test_a_request_with_drafts_keeps_them() -> None:

@@ -110,7 +110,7 @@ def build_ways(
     """
     if config.use_speculative_decoding is False or params.speculation is False:
         raise ConfigError("speculation is switched off and ways to speculate are compared", "leave that switch out.")
-    drafting = replace(config, use_speculative_decoding=True)
+    drafting = replace(config, use_speculative_decoding=True, find_drafts=False)
     configs = {each.name: configured(drafting, each.values) for each in chosen}
     off = replace(config, use_speculative_decoding=False, draft_model=None, spec_length=None, speculative_config=None)
     configs = {PLAIN: off, **configs}

@@ -713,7 +713,8 @@ class HeadRun(TrainingRun[HeadTrainingConfig, HeadOutcome]):
         )
         shares = [[round(share, 4) for share in own] for own in found.rank_shares]
         effort = {"minutes": round(outcome.minutes, 2), "steps": state.step}
-        written = {"speculant_head": config.kind, **head.config(), "rank_shares": shares, "training": effort}
+        names = {"speculant_head": config.kind, "target": config.target_name}
+        written = {**names, **head.config(), "rank_shares": shares, "training": effort}
         write_json(config.out / "config.json", written)
         (config.out / "README.md").write_text(_card(config, outcome), encoding="utf-8")
         if config.with_target is not None:

@@ -1,0 +1,11 @@
+"""Commands without the tests' own settings."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def usual_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drop the variable that turns the search for drafts off in processes of tests."""
+    monkeypatch.delenv("SPECULANT_FIND_DRAFTS", raising=False)
