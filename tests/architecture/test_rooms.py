@@ -31,7 +31,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "sampling": (419, 3),
     "scale": (1927, 8),
     "scheduling": (1088, 4),
-    "serving": (8843, 31),
+    "serving": (8851, 31),
     "structured": (1884, 10),
     "text": (2615, 11),
     "verification": (610, 10),
