@@ -88,7 +88,7 @@ def test_pages_of_other_sites_do_not_use_a_server_without_keys(engine: AsyncEngi
         else:
             assert status == 403, (method, path, headers)
             error = json.loads(content)["error"]
-            assert error["code"] == "forbidden_site"
+            assert (error.get("code") or error["details"]["error_code"]) == "forbidden_site"
             assert "--allowed-" in error["message"]
 
 
