@@ -77,7 +77,7 @@ def _plain(value: dict[str, Any]) -> bool:
         ("--lora-modules a=b", "LoRA"),
         ("--uds /tmp/x", "port"),
         ("--tokenizer-mode mistral", "tokenizer.json"),
-        ("--tool-call-parser pythonic", "unknown"),
+        ("--tool-call-parser olmo3", "unknown"),
         ("--ssl-keyfile x", "certificate"),
         ("--root-path llm", "prefix"),
         ("--speculative-config method=ngram,rejection_sample_method=synthetic", "not the model's"),

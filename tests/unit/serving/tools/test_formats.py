@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from speculant.serving import TextDelta, ToolDelta, find_format, parse, read_tools
+from speculant.serving import MessageReader, TextDelta, ToolDelta, find_format, joined_calls, parse, read_tools
 from speculant.text import answer_in
 from tests.examples import examples
 from tests.timing import cpu_seconds, is_within
@@ -212,6 +212,19 @@ def test_every_call_is_read_however_it_is_cut(name: str) -> None:
         places = sorted(rng.choices(range(len(answer) + 1), k=5))
         for cuts in (range(len(answer) + 1), [0, *places, len(answer)]):
             assert read(name, [answer[i:j] for i, j in itertools.pairwise(cuts)]) == (text, found, is_cut)
+
+
+def test_streamed_and_whole_calls_have_the_same_ids_and_indexes() -> None:
+    for answer, _, calls, _ in answers(TEMPLATES["kimi"], 5):
+        found = find_format(None, "kimi")
+        assert found is not None
+        reader = MessageReader(tools=found().after("", read_tools(TOOLS)))
+        deltas = [*(reader.feed(char).as_delta() for char in answer), reader.finish().as_delta()]
+        streamed = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        assert [(each["index"], each["id"]) for each in streamed if "id" in each] == [
+            (i, call_id) for i, (call_id, *_) in enumerate(calls)
+        ]
+        assert [each["id"] for each in joined_calls(reader.message.calls)] == [call_id for call_id, *_ in calls]
 
 
 def test_a_list_of_calls_without_marks_begins_the_text() -> None:
