@@ -14,9 +14,9 @@ INNER_IMPORTS = 138  # of names that two files of a room have, of names that are
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1494, 5),
-    "cli": (3283, 12),
+    "cli": (3279, 12),
     "drafting": (7570, 44),
-    "engine": (5316, 18),
+    "engine": (5317, 18),
     "kernels": (1758, 8),
     "lab.bench": (4256, 13),
     "lab.cli": (2913, 14),
@@ -29,9 +29,9 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lengths": (1956, 8),
     "models": (14913, 75),
     "sampling": (419, 3),
-    "scale": (1927, 8),
+    "scale": (1929, 8),
     "scheduling": (1088, 4),
-    "serving": (8843, 31),
+    "serving": (9193, 32),
     "structured": (1884, 10),
     "text": (2835, 12),
     "verification": (610, 10),
