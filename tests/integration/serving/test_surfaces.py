@@ -27,7 +27,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
     folder = tmp_path_factory.mktemp("surfaces")
     target, draft = (write_model(folder / name, noise) for name, noise in (("target", 0.0), ("draft", 0.1)))
     engine = AsyncEngine(target, draft_model=draft, dtype="float32", spec_length=3, max_num_seqs=8)
-    server = LiveServer(engine).ready()
+    server = LiveServer(engine, queue_timeout=None, first_token_timeout=None).ready()
     server.http.timeout = None  # the test has a limit of its own
     llm = LLM(target, dtype="float32", max_num_seqs=8)
     yield Sides(server, llm)
