@@ -467,7 +467,11 @@ def join_message(events: Sequence[Mapping[str, Any]]) -> Read:
 def is_anthropic_error(value: Any) -> bool:
     """Whether a document is an error in Anthropic's shape."""
     error = value.get("error")
-    return value.get("type") == "error" and {*error} == {"type", "message"} and isinstance(error["message"], str)
+    return (
+        value.get("type") == "error"
+        and {*error} <= {"type", "message", "details"}
+        and isinstance(error["message"], str)
+    )
 
 
 def is_openai_error(value: Any) -> bool:

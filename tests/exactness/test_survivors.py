@@ -117,6 +117,7 @@ def scarce(backend: str, caching: bool, speculating: bool, weights: str) -> LLM:
     return LLM(
         "demo",
         draft_model="demo" if speculating else None,
+        spec_length=3 if speculating else None,  # whatever the steps of this machine cost
         max_model_len=MAX_LEN,
         max_num_seqs=NUM_SEQS,
         max_num_batched_tokens=64,

@@ -53,6 +53,7 @@ OF_LLM: dict[str, Callable[[LLM], object]] = SHARED | {
 OF_ASYNC: dict[str, Callable[[AsyncEngine], object]] = SHARED | {
     "chat": lambda engine: asyncio.run(engine.chat(CHAT, SHORT)),
     "check_health": lambda engine: engine.check_health(),
+    "end": lambda engine: engine.end("unknown"),
     "generate": lambda engine: asyncio.run(engine.generate(PROMPTS[0], SHORT)),
     "has_begun": lambda engine: engine.has_begun("own-0"),
     "shutdown": lambda engine: None,  # the test's end

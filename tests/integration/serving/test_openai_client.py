@@ -159,7 +159,7 @@ def test_models_are_listed(client: Any) -> None:
         ("BadRequestError", {"prompt": "x y " * 2000}),
         ("BadRequestError", {"prompt": [10**9]}),
         ("BadRequestError", {"prompt": []}),
-        ("BadRequestError", {"suffix": "x"}),
+        ("BadRequestError", {"suffix": "x", "echo": True}),
         ("BadRequestError", {"stop": ["x"] * 100}),
         ("BadRequestError", {"stream": True, "prompt": "x y " * 2000}),
     ],

@@ -146,7 +146,7 @@ REFUSALS: list[tuple[Any, str]] = [
     ({"encoder_prompt": "x", "decoder_prompt": [9999]}, "prompt has 9999"),
     ({"encoder_prompt": "x", "decoder_prompt": [1.5]}, "has 1.5, which is not a token id"),
     ("x" * LONGEST, f"The source has {LONGEST + 1} tokens and at most {LONGEST} are encoded"),
-    ({"encoder_prompt": "x", "decoder_prompt": "y" * LONGEST}, f"The prompt has {LONGEST + 1} tokens"),
+    ({"encoder_prompt": "x", "decoder_prompt": "y" * LONGEST}, f"The prompt is too long: {LONGEST + 1} tokens"),
     ({"encoder_prompt": "x" * 600, "decoder_prompt": "y" * 600}, "1200 characters and at most 1000"),
     ({"decoder_prompt": "x"}, "a decoder_prompt and no encoder_prompt"),
     ({"encoder_prompt": "x", "text": "y"}, "the unknown key 'text'"),

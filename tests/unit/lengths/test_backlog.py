@@ -83,7 +83,7 @@ def test_a_long_prompt_keeps_no_neighbour_from_drafting() -> None:
 def test_of_backlogs_that_take_too_long_the_shortest_stays(most_s: float, counts: list[int], read: int) -> None:
     backlogs = Backlogs(StepCosts(PASSES, DRAFTS, readings={"some": Reading(0.01, 0.0)}))
     requests = [request_of(prompt, None) for prompt in (2000, 1000, 500)]
-    kept, seconds = backlogs.affordable("some", requests, [2, 2, 0], 0.0, most_s)
+    kept, seconds = backlogs.affordable("some", requests, [2, 2, 0], 1.0, most_s)
     assert (kept, seconds) == (counts, pytest.approx(0.01 * read))
 
 
