@@ -15,7 +15,7 @@ INNER_IMPORTS = 138  # of names that two files of a room have, of names that are
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1494, 5),
     "cli": (3280, 12),
-    "drafting": (7673, 44),
+    "drafting": (7674, 44),
     "engine": (5595, 19),
     "kernels": (1758, 8),
     "lab.bench": (4256, 13),
