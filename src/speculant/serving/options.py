@@ -13,7 +13,7 @@ from speculant import plugins
 from speculant.errors import ConfigError, suggest
 from speculant.params import MAX_N
 
-MOST_MESSAGES = 16_384  # of max_messages; parsing a message takes longer than other entries of a body
+MOST_MESSAGES = 16_384  # of max_messages; parsing one, or a file of a hole, takes longer than other entries of a body
 METRIC_LEVELS = ("none", "summary", "detailed")
 ACCESS_LOGS = ("none", "text", "json")
 PROBED_PATHS = frozenset({"/health", "/ping"})  # answered without a key, under any name, and by a full server

@@ -208,7 +208,8 @@ def test_a_model_without_marks_refuses_by_name(serve: Callable[..., LiveServer])
 @pytest.mark.parametrize(
     ("wrong", "param"),
     [({"input_suffix": None}, "input_suffix"), ({"input_extra": [{"filename": "a"}]}, "input_extra"),
-     ({"input_extra": "x"}, "input_extra"), ({"samplers": "edkypmxt"}, "samplers"), ({"n_predict": -2}, "n_predict"),
+     ({"input_extra": "x"}, "input_extra"), ({"input_extra": [{"text": ""}] * 16_385}, "input_extra"),
+     ({"samplers": "edkypmxt"}, "samplers"), ({"n_predict": -2}, "n_predict"),
      ({"beam_width": 2}, "beam_width"), ({"top_p": 0}, "top_p"), ({"lora": [{"id": 0}]}, "lora")],
 )  # fmt: skip
 def test_wrong_fields_are_refused_by_name(demo: LiveServer, wrong: dict[str, Any], param: str) -> None:

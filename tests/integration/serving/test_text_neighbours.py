@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Backend
 
+from speculant.serving import MOST_MESSAGES
 from tests.raw_clients import Reply, exchange
 from tests.servers import ServerProcess, in_background, serve_process
 
@@ -119,7 +120,7 @@ ATTACKS: dict[str, tuple[str, dict[str, Any] | str]] = {
     "counted tools": (f"{MESSAGES}/count_tokens", {"messages": messages(1), "tools": flat("input_schema")}),
     "a large hole": (INFILL, {"input_prefix": "word " * 90_000, "input_suffix": "word " * 90_000}),
     "files": (INFILL, {"input_prefix": "a", "input_suffix": "b", "input_extra": [FILE] * 600}),
-    "many files": (INFILL, {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "a"}] * 60_000}),
+    "many files": (INFILL, {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "a"}] * MOST_MESSAGES}),
     "a large suffix": (COMPLETIONS, {"prompt": "a", "suffix": "word " * 180_000}),
     "prediction": (COMPLETIONS, {"prompt": "a", "prediction": {"type": "content", "content": "a\n" * 65_000}}),
     "banned words": (COMPLETIONS, {"prompt": "a", "max_tokens": 1, "bad_words": ["abcdefghijklmno"] * 1024}),

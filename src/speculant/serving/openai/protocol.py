@@ -313,7 +313,7 @@ class InfillBody(GeneratingBody):
 
     input_prefix: str
     input_suffix: str
-    input_extra: Listed[ExtraFile] | None = None
+    input_extra: Annotated[list[ExtraFile], Field(fail_fast=True, max_length=MOST_MESSAGES)] | None = None
     prompt: str | None = None
     n_predict: int | None = None
     n_indent: int | None = None

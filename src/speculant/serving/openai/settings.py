@@ -36,7 +36,17 @@ from speculant.serving.tools import find_format
 from speculant.serving.tools.base import TokenId, ToolParser, call_grammar, choose_tools, form_symbol, read_tools
 from speculant.serving.wire import CONTEXT_FULL, refusal, timed_out
 from speculant.structured import StructuredOutputs
-from speculant.text import FAMILIES, TAGS, FimMarks, Hole, Tokenizer, TokenOffsets, fim_prompt, find_fim, find_tags
+from speculant.text import (
+    FAMILIES,
+    TAGS,
+    FimMarks,
+    Hole,
+    Tokenizer,
+    TokenOffsets,
+    fim_prompt,
+    find_fim,
+    find_tags,
+)
 
 _WHITESPACE = frozenset({"disable_any_whitespace"})
 
@@ -473,14 +483,16 @@ class Prompts:
 
         The answer gets as many tokens as its limit, but at most half of the context; without a limit a quarter of it.
         """
+        return await self.in_thread(lambda: self._hole(engine, body))
+
+    def _hole(self, engine: AsyncEngine, body: InfillBody) -> tuple[Prompt, bool]:
         files = [(each.filename or "", each.text) for each in body.input_extra or ()]
         hole = Hole(body.input_prefix + (body.prompt or ""), body.input_suffix, files)
         self._check_text("".join((hole.prefix, hole.suffix, *map("".join, hole.files))))
         longest, marks = engine.limits.max_model_len, marks_of(engine, "input_prefix")
         limit = body.max_tokens if body.n_predict is None else body.n_predict
         most = longest - min(limit if limit is not None and limit >= 0 else longest // 4, longest // 2)
-        begins = body.add_special_tokens is not False
-        made = await self.in_thread(lambda: fim_prompt(engine.tokenizer, marks, hole, most, begins))
+        made = fim_prompt(engine.tokenizer, marks, hole, most, body.add_special_tokens is not False)
         return Prompt(made.tokens), made.is_cut
 
     def _check(self, engine: AsyncEngine, prompt: PlainPrompt | PromptPair, body: CompletionBody) -> None:
