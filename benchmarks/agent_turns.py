@@ -79,7 +79,7 @@ class Agent:
         return len(self.engine.tokenizer.encode(rendered.text, add_special_tokens=False))
 
     async def turn(self) -> dict[str, Any]:
-        """Ask for an answer and add it; return what it took."""
+        """Send the conversation, append the answer to it, and return the times and token counts."""
         body = {"messages": self.messages, "tools": tools(), "max_tokens": ANSWER, "temperature": 0}
         started, used, first, usage, text = time.perf_counter(), time.process_time(), 0.0, {}, ""
         calls, processor = list[dict[str, Any]](), 0.0

@@ -27,7 +27,7 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1]))  # for the script's neighbours, however it is started
 
-from benchmarks.real_text import STORED, load, place_of, tell
+from benchmarks.real_text import STORED, load, place_of, spread, tell
 
 from speculant.lab.bench import (
     DRAFT,
@@ -228,9 +228,8 @@ def show(found: Mapping[str, Any]) -> str:
     for share, cell in found["cells"].items():
         for name, own in cell.items():
             if "speed" in own:
-                speed = own["speed"]
                 rows.append([
-                    share, name, f"{speed['median']:.2f} ({speed['q1']:.2f}-{speed['q3']:.2f})",
+                    share, name, spread(own["speed"]),
                     *(f"{own[each]:.2f}" for each in ("tokens_per_pass", "rows", "accepted", "of_bound")),
                 ])  # fmt: skip
     header = ["changed", "way", "speed over plain", "tokens a pass", "rows", "accepted", "of bound"]

@@ -97,7 +97,7 @@ def smallest(shapes: list[Circle | Rectangle]) -> Circle | Rectangle:
     """Return the shape with the smallest area."""
     return min(shapes, key=lambda shape: shape.area())
 '''
-# Each hole: what is taken out of the file, and which of its occurrences, from 0
+# Each hole: the text that is removed from the file, and the number of its occurrence, from 0
 HOLES: tuple[tuple[str, int], ...] = (
     ("dataclass", 0),
     ("radius", 2),
@@ -125,7 +125,7 @@ class Filled(NamedTuple):
 
 
 def holes() -> list[tuple[str, str, str]]:
-    """Return the text before each hole, what it was, and the text after it."""
+    """Return for each hole the text before it, the text that was removed, and the text after it."""
     found = []
     for text, number in HOLES:
         start = -1

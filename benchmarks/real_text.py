@@ -440,8 +440,8 @@ def _row(each: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     ratios, (least, kind) = each["over_plain"], worst_kind(each)
     return [
         f"{each['plain_tokens_per_s']['median']:.1f}",
-        *(_spread(ratios[way]) if way in ratios else "" for way in names),
-        f"{least:.2f}, {kind}", f"{_spread(each['default_over_best'])}, {each['best_fixed']}",
+        *(spread(ratios[way]) if way in ratios else "" for way in names),
+        f"{least:.2f}, {kind}", f"{spread(each['default_over_best'])}, {each['best_fixed']}",
         f"{each['tokens_per_pass'][DEFAULT]:.2f}", *(_bounds(each) if "oracle" in each else [""] * 6),
         f"{each['load']:.1f}",
     ]  # fmt: skip
@@ -459,7 +459,8 @@ def _bounds(each: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _spread(each: Mapping[str, float]) -> str:
+def spread(each: Mapping[str, float]) -> str:
+    """Return a median with its quartiles."""
     return f"{each['median']:.2f} ({each['q1']:.2f}-{each['q3']:.2f})"
 
 

@@ -46,7 +46,7 @@ def test_a_stream_is_the_whole_answer_and_that_of_llm(sides: Sides, count: int) 
 
 
 def _checked(sides: Sides, surface: Surface, wanted: Wanted, chance: Random) -> Iterator[str]:
-    """Check a request, and yield what was found in its answer."""
+    """Check the answers to a request, and yield the names of the features that occurred in them."""
     http, body = sides.server.http, surface.write(wanted)
     if chance.random() < 0.5:
         whole, streamed = surface.whole(http, body), surface.streamed(http, body)
