@@ -27,7 +27,7 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1]))  # for the script's neighbours, however it is started
 
-from benchmarks.real_text import STORED, load, place_of, spread, tell
+from benchmarks.real_text import STORED, load, place_of, tell
 
 from speculant.lab.bench import (
     DRAFT,
@@ -43,6 +43,7 @@ from speculant.lab.bench import (
     measure_steps,
     quartiles,
     ratio,
+    shown,
     tokens_per_pass,
 )
 from speculant.models import Batch, Hidden
@@ -229,7 +230,7 @@ def show(found: Mapping[str, Any]) -> str:
         for name, own in cell.items():
             if "speed" in own:
                 rows.append([
-                    share, name, spread(own["speed"]),
+                    share, name, shown(own["speed"]),
                     *(f"{own[each]:.2f}" for each in ("tokens_per_pass", "rows", "accepted", "of_bound")),
                 ])  # fmt: skip
     header = ["changed", "way", "speed over plain", "tokens a pass", "rows", "accepted", "of bound"]

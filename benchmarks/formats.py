@@ -64,6 +64,7 @@ from speculant.lab.bench import (
     quartiles,
     ratio,
     read_text,
+    shown,
 )
 from speculant.lab.inflation import decoded_model, rescaled_model
 from speculant.lab.quantize import TYPES, quantize
@@ -330,7 +331,7 @@ def _row(name: str, each: Mapping[str, Any]) -> list[str]:
         FORMS[name].label, f"{each['mib']:.1f}", f"{each['mib_per_token']:.1f}",
         f"{kl['mean']:.5f} ± {kl['error'] or 0:.5f}",
         f"{each['top_1']['mean']:.1%}", f"{each['perplexity_ratio']['mean']:.4f}",
-        f"{speed['median']:.2f} ({speed['q1']:.2f}-{speed['q3']:.2f})", "" if theirs is None else f"{theirs:.5f}",
+        shown(speed), "" if theirs is None else f"{theirs:.5f}",
     ]  # fmt: skip
 
 

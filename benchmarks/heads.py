@@ -51,6 +51,7 @@ from speculant.lab.bench import (
     measure_steps,
     prompts_of,
     quartiles,
+    shown,
 )
 from speculant.lab.inflation import inflated_head
 from speculant.lab.theory import VerificationCurve, speedups, step_costs, survival
@@ -301,9 +302,8 @@ def table(figures: Mapping[str, Any]) -> str:
         )
         for label, way in each["ways"].items():
             speed, predicted = way["speed"], way["predicted"]
-            spread = f"{speed['median']:.2f} ({speed['q1']:.2f} to {speed['q3']:.2f})"
             expected = "" if predicted is None else f"{predicted:.2f}"
-            rows.append((*about, label, f"{way['tokens_per_pass']:.2f}", expected, spread))
+            rows.append((*about, label, f"{way['tokens_per_pass']:.2f}", expected, shown(speed)))
             about = ("",) * len(about)
     return markdown(header, rows)
 

@@ -77,6 +77,7 @@ from speculant.lab.bench import (
     quartiles,
     ratio,
     run_rounds,
+    shown,
     tokens_per_pass,
 )
 from speculant.lab.inflation import Shape, decoded_model, head_kind, inflate_head, inflated_model, kept_model
@@ -440,8 +441,8 @@ def _row(each: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     ratios, (least, kind) = each["over_plain"], worst_kind(each)
     return [
         f"{each['plain_tokens_per_s']['median']:.1f}",
-        *(spread(ratios[way]) if way in ratios else "" for way in names),
-        f"{least:.2f}, {kind}", f"{spread(each['default_over_best'])}, {each['best_fixed']}",
+        *(shown(ratios[way]) if way in ratios else "" for way in names),
+        f"{least:.2f}, {kind}", f"{shown(each['default_over_best'])}, {each['best_fixed']}",
         f"{each['tokens_per_pass'][DEFAULT]:.2f}", *(_bounds(each) if "oracle" in each else [""] * 6),
         f"{each['load']:.1f}",
     ]  # fmt: skip
@@ -457,11 +458,6 @@ def _bounds(each: Mapping[str, Any]) -> list[str]:
         f"{bound['speed']:.2f}",
         "" if share is None else f"{share:.0%}",
     ]
-
-
-def spread(each: Mapping[str, float]) -> str:
-    """Return a median with its quartiles."""
-    return f"{each['median']:.2f} ({each['q1']:.2f}-{each['q3']:.2f})"
 
 
 BENCHMARK = Benchmark(

@@ -20,15 +20,19 @@ import argparse
 import json
 import math
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1]))  # for the script's neighbours, however it is started
+
 from benchmarks.peers.t5_models import TOKENS, made_pair
 from benchmarks.theory import TABLE_4, interval
-from torch import Tensor
 
 from speculant.config import EngineConfig
 from speculant.drafting import BigramTables
@@ -55,6 +59,7 @@ from speculant.lab.bench import (
     measure_steps,
     pooled,
     predict,
+    shown,
     ways_of,
     write_texts,
 )
@@ -260,7 +265,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             interval(row["alpha"]),
             interval(row["accepted"]) + ("" if row["agree"] else " (differs)"),
             *(f"{row[name]:.2f}" for name in ("cost_ratio", "pass_time", "expected", "expected_with_v", "predicted")),
-            *(quartiles_of(row[name]) for name in ("measured", "whole")),
+            *(shown(row[name]) for name in ("measured", "whole")),
         ]
         for row in rows
     ]
@@ -277,11 +282,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{ours}\n\nThe paper's, target T5-XXL (tables 2 to 4):\n\n" + markdown(
         ["task", "draft", "T", "g", "alpha", "c", "expected", "measured"], theirs
     )
-
-
-def quartiles_of(value: Mapping[str, float]) -> str:
-    """Return a median with its quartiles."""
-    return f"{value['median']:.2f} ({value['q1']:.2f} to {value['q3']:.2f})"
 
 
 def measured(arguments: argparse.Namespace) -> Iterator[Mapping[str, Any]]:

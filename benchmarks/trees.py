@@ -34,6 +34,7 @@ from speculant.lab.bench import (
     prompts_of,
     ratio,
     run_rounds,
+    shown,
     tokens_per_pass,
 )
 from speculant.lab.inflation import inflated_head
@@ -142,7 +143,7 @@ def show(figures: dict[str, Any]) -> str:
     for method, ways in figures["methods"].items():
         rows = [
             [name, f"{1e3 * each['draft_s']:.2f}", f"{each['per_node']:.2f}", f"{each['tokens_per_pass']:.2f}",
-             f"{each['speed']['median']:.2f} ({each['speed']['q1']:.2f}-{each['speed']['q3']:.2f})"]
+             shown(each['speed'])]
             for name, each in ways.items()
         ]  # fmt: skip
         parts.append(markdown([method, "ms a draft", "per node", "tokens per pass", "over plain decoding"], rows))

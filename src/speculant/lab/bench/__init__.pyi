@@ -134,6 +134,7 @@ from .scripts import (
     quartiles as quartiles,
     ratio as ratio,
     run_rounds as run_rounds,
+    shown as shown,
     timed as timed,
     tokens_per_pass as tokens_per_pass,
 )

@@ -30,6 +30,7 @@ from speculant.lab.bench.measuring import (
 )
 from speculant.lab.bench.pair import FEWEST_TOKENS, SpeedPrediction, load_draft, predict, write_texts
 from speculant.lab.bench.report import SWEPT, document, keeps_answers
+from speculant.lab.bench.scripts import shown
 from speculant.lab.bench.workloads import Workload, WorkloadConfig, make_workload, require_room
 from speculant.params import MAX_SPECULATIVE_TOKENS, SamplingParams
 
@@ -168,10 +169,7 @@ def compared_conclusions(case: Mapping[str, Any]) -> Iterator[str]:
         yield "no way is faster than plain decoding"
         return
     speed = _speed(case, best)
-    yield (
-        f"fastest: {best}, {speed['median']:.2f} ({speed['q1']:.2f}-{speed['q3']:.2f}) "
-        "times the speed of plain decoding between tokens"
-    )
+    yield (f"fastest: {best}, {shown(speed)} times the speed of plain decoding between tokens")
     close = [way for way in case["gains"] if way != best and _speed(case, way)["q3"] >= speed["q1"]]
     if close:
         yield f"its quartiles overlap with those of {', '.join(close)}: the order is not certain"

@@ -196,6 +196,11 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
     return asdict(Spread.of(values))
 
 
+def shown(spread: Mapping[str, float]) -> str:
+    """Return a median with its quartiles, for a table."""
+    return f"{spread['median']:.2f} ({spread['q1']:.2f}-{spread['q3']:.2f})"
+
+
 def ratio(times: Mapping[str, Sequence[float]], above: str, below: str) -> dict[str, float]:
     """Return the quartiles of one subject's figures over another's, round by round."""
     return quartiles([a / b for a, b in zip(times[above], times[below], strict=True)])
