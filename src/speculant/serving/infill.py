@@ -18,8 +18,8 @@ from speculant.serving.openai.protocol import InfillBody
 from speculant.serving.openai.service import Job, Service
 from speculant.serving.openai.settings import Prompt, infill_params
 
-_LINE_START = re.compile(r"\n(?:[ \t\n]*\n)?([ \t]*)(?=[^ \t\n])")  # after lines of blanks
-_UNKNOWN_INDENT = re.compile(r"\n[ \t\n]*\Z")
+_LINE_START = re.compile(r"\n([ \t]*)(?=[^ \t\n])")
+_BLANKS = " \t\n"
 _NO_SLOT = -1
 _NO_LIMIT = -1
 _SHOWN = ("temperature", "top_k", "top_p", "min_p", "seed")  # settings
@@ -27,7 +27,7 @@ _ABSENT = object()
 
 
 class IndentedLines:
-    """Text up to the first line that has fewer blanks before it than the first line may have.
+    """Text up to the first line, after the first one, that is indented less than `least`.
 
     Line breaks and blanks are held back until the next character shows how far a line is indented. Empty lines belong
     to the line after them.
@@ -35,27 +35,35 @@ class IndentedLines:
 
     def __init__(self, least: int) -> None:
         """least: blanks or tabs before each line but the first."""
-        self._least, self._held = least, ""
+        self._least, self._held = least, list[str]()
         self.is_over = False
 
     def push(self, text: str) -> str:
         """Take more of the text; return what belongs to the answer for certain."""
         if self._least <= 0 or self.is_over:
             return "" if self.is_over else text
-        text, self._held = self._held + text, ""
+        if self._held and not text.strip(_BLANKS):
+            self._held.append(text)
+            return ""
+        text = self.flush() + text
         for start in _LINE_START.finditer(text):
             if len(start[1]) < self._least:
                 self.is_over = True
-                return text[: start.start()]
-        unknown = _UNKNOWN_INDENT.search(text)
-        if unknown is not None:
-            text, self._held = text[: unknown.start()], text[unknown.start() :]
-        return text
+                return text[: _first_break(text, start.start() + 1)]
+        place = _first_break(text, len(text))
+        self._held = [text[place:]] if place < len(text) else []
+        return text[:place]
 
     def flush(self) -> str:
-        """Return the text that is held back, at the end."""
-        held, self._held = self._held, ""
+        """At the end, return the text still held back."""
+        held, self._held = "".join(self._held), []
         return "" if self.is_over else held
+
+
+def _first_break(text: str, end: int) -> int:
+    """Return the place of the first line break among the blanks and breaks that end text[:end]; `end` without one."""
+    break_ = text.find("\n", len(text[:end].rstrip(_BLANKS)), end)
+    return end if break_ < 0 else break_
 
 
 class InfillAnswer(Answer):
@@ -179,7 +187,7 @@ def _chosen(document: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any
 
 
 class InfillRoute:
-    """The handler of /infill. Of one client's requests with the same slot, a new one ends the one before it."""
+    """The handler of /infill. A new request ends the same client's previous request in that slot."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -191,16 +199,16 @@ class InfillRoute:
         body = await service.read(InfillBody, request)
         params = await service.apart(request, lambda: infill_params(engine, body))
         answer = InfillAnswer(service.call(engine, body, params), body)
-        self._supersede(engine, service.client(request).name, answer, body)
 
         async def prompts() -> list[Prompt]:
             prompt, answer.is_cut = await service.prompts(request).of_hole(engine, body)
+            self._supersede(engine, service.client(request).name, answer, body)  # now that it will be answered
             return [prompt]
 
         return await service.answer(engine, request, Job(body, prompts, answer, done=b""))
 
     def _supersede(self, engine: AsyncEngine, client: str, answer: InfillAnswer, body: InfillBody) -> None:
-        """End the request whose place an answer takes. One that expects no tokens takes no place."""
+        """End the request whose place an answer takes. A request for no tokens replaces none."""
         slot = _NO_SLOT if body.id_slot is None or body.n_predict == 0 else body.id_slot
         if slot < 0:
             return

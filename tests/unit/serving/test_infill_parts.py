@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -35,3 +37,12 @@ def test_lines_are_the_same_in_any_pieces(pieces: list[str], least: int) -> None
     text = "".join(pieces)
     assert taken(pieces, least) == taken([text], least)
     assert text.startswith(taken(pieces, least))
+
+
+def test_blank_lines_take_linear_time() -> None:
+    """They come token by token, and are held back until text follows."""
+    lines = IndentedLines(1)
+    started = time.process_time()
+    assert "".join(lines.push("\n") for _ in range(50_000)) + lines.push("a") == ""
+    assert lines.is_over
+    assert time.process_time() - started < 2

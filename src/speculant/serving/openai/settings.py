@@ -474,7 +474,8 @@ class Prompts:
         read = [engine.read_prompt(each) for each in _listed(body)]
         for prompt in read:
             self._check(engine, prompt, body)
-        if body.suffix:
+        if body.suffix:  # it is encoded with each prompt
+            self._check_size(len(body.suffix) * len(read))
             return [_with_hole(engine, each, body.suffix, body) for each in read]
         return [_of(engine, each, body) for each in read]
 
@@ -491,7 +492,7 @@ class Prompts:
         self._check_text("".join((hole.prefix, hole.suffix, *map("".join, hole.files))))
         longest, marks = engine.limits.max_model_len, marks_of(engine, "input_prefix")
         limit = body.max_tokens if body.n_predict is None else body.n_predict
-        most = longest - min(limit if limit is not None and limit >= 0 else longest // 4, longest // 2)
+        most = longest - max(1, min(limit if limit is not None and limit >= 0 else longest // 4, longest // 2))
         made = fim_prompt(engine.tokenizer, marks, hole, most, body.add_special_tokens is not False)
         return Prompt(made.tokens), made.is_cut
 
@@ -527,9 +528,12 @@ class Prompts:
         return await self.in_thread(lambda: engine.prepare(params)) if texts else params
 
     def _check_text(self, text: str) -> None:
+        self._check_size(len(text))
+
+    def _check_size(self, size: int) -> None:
         most = self.options.max_prompt_characters
-        if len(text) > most:
-            problem = f"The prompt is too long: it has {len(text)} characters and at most {most} are allowed."
+        if size > most:
+            problem = f"The prompt is too long: it has {size} characters and at most {most} are allowed."
             raise refusal(problem, "prompt", CONTEXT_FULL)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from speculant.errors import RequestError
 from speculant.serving.tools.base import Rules, TokenId, literals, quoted
+from speculant.structured import MAX_CHARACTERS
 
 ANY = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 TEXT = frozenset({"string"})
@@ -56,16 +57,27 @@ def property_of(key: str, schema: Mapping[str, Any]) -> object:
 
 
 def properties_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
-    """Yield the properties that a schema names, each with its own schema and whether it is required."""
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    """Yield the properties that a schema names, each with its own schema and whether it is required.
+
+    One that refers to definitions has a copy of them. Raises RequestError if the copies have too many characters.
+    """
+    shared, copied = {key: schema[key] for key in ("$defs", "definitions") if key in schema}, 0
+    size = len(json.dumps(shared)) if shared else 0
     given, required = schema.get("properties"), schema.get("required")
-    needed = [key for key in required if isinstance(key, str)] if isinstance(required, list) else []
+    needed = dict.fromkeys(key for key in required if isinstance(key, str)) if isinstance(required, list) else {}
     for key in dict.fromkeys([*(given if isinstance(given, Mapping) else ()), *needed]):
         own = property_of(key, schema)
         if isinstance(own, Mapping) and isinstance(own.get("$ref"), str):
             own = _referred(own["$ref"], schema)
+        refers = bool(shared) and "$ref" in json.dumps(own)
+        if (copied := copied + size * refers) > MAX_CHARACTERS:
+            raise RequestError(
+                f"the definitions of a tool's schema, copied for each argument that refers to them, have over "
+                f"{MAX_CHARACTERS} characters",
+                "write short ones into the arguments themselves.",
+            )
         if own is not False:
-            yield key, {**(own if isinstance(own, Mapping) else {}), **shared}, key in needed
+            yield key, {**(own if isinstance(own, Mapping) else {}), **(shared if refers else {})}, key in needed
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> object:
