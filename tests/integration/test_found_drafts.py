@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -126,13 +127,11 @@ def a_head_for_another_target(folder: Path) -> None:
     (folder / "config.json").write_text('{"speculant_head": "eagle3", "target": "other"}')
 
 
-def not_finite(folder: Path) -> None:
-    """Only loading it shows that."""
-    from safetensors.torch import load_file, save_file
-
+def with_a_pipe(folder: Path) -> None:
+    """To open it would wait for ever."""
     write_checkpoint(folder, SMALL)
-    weights = load_file(folder / "model.safetensors")
-    save_file({name: tensor * float("nan") for name, tensor in weights.items()}, folder / "model.safetensors")
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
 
 
 WRONG: dict[Callable[[Path], None], str] = {
@@ -143,6 +142,7 @@ WRONG: dict[Callable[[Path], None], str] = {
     of_another_family: "none",
     no_object: "JSON object",
     a_head_for_another_target: "does not name this target",
+    with_a_pipe: "tokenizer.json is not a regular file",
 }
 
 
@@ -160,6 +160,20 @@ def test_a_draft_that_does_not_fit_is_passed_over(
     assert f"found as {right}" in llm.speculation
 
 
+def test_folders_of_others_are_passed_over(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11 raises an error for what is in a folder that it may not read."""
+    right, closed, ask = write_checkpoint(tmp_path / "models" / "small", SMALL), beside(tmp_path), Path.is_file
+
+    def is_file(path: Path) -> bool:
+        if closed in (path, path.parent):
+            raise PermissionError(13, "Permission denied", str(path))
+        return ask(path)
+
+    closed.mkdir()
+    monkeypatch.setattr(Path, "is_file", is_file)
+    assert f"found as {right}" in LLM(target).speculation
+
+
 def test_a_draft_that_can_not_be_loaded_is_refused(
     tmp_path: Path, target: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +186,7 @@ def test_a_draft_that_can_not_be_loaded_is_refused(
     alone = LLM(target, find_drafts=False)
     monkeypatch.setattr("speculant.engine.draft_loading.expected_gain", fail)
     llm = LLM(target)
-    assert "found is not used: a fault" in caplog.text
+    assert "is not used: ZeroDivisionError('a fault')" in caplog.text
     assert llm.speculation == alone.speculation
     assert llm.limits == alone.limits
     assert llm.generate("def f", PARAMS[0])[0].outputs[0].token_ids

@@ -43,7 +43,7 @@ from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
 from speculant.engine.nearby import FoundDraft, find_drafts
 from speculant.engine.precision import AUTO, LARGE_BYTES, HeadRounding, rounded
-from speculant.errors import CapacityError, ConfigError, ModelError, PairError, RequestError
+from speculant.errors import CapacityError, ConfigError, ModelError, PairError, RequestError, SpeculantError
 from speculant.files import forget_measured
 from speculant.lengths import LONGEST, START_S, Calibration, DraftLength, DraftLengthContext, completed
 from speculant.models import (
@@ -357,11 +357,12 @@ def choose_drafters(
                 with memory.restored_on_error():
                     make = memory.make_if_roomy
                     drafters, notes = build_drafters(config, near, target, tokenizer, make, cache, LEAST_GAIN_FOUND)
-            except Exception as error:  # noqa: BLE001 - the engine starts without it
-                logger.warning("the draft %s that was found is not used: %s", found.place, error)
+            except Exception as error:
+                unknown = None if isinstance(error, SpeculantError) else error
+                logger.warning("the draft %s that was found is not used: %r", found.place, error, exc_info=unknown)
             else:
-                loaded = f"loaded in {time.perf_counter() - started:.1f} s"
-                return near, drafters, f", found as {found.place} ({found.why}; {loaded}){notes}"
+                logger.info("the draft was loaded and measured in %.1f s", time.perf_counter() - started)
+                return near, drafters, f", found as {found.place} ({found.why}){notes}"
     return spec, *build_drafters(config, spec, target, tokenizer, memory.make, cache)
 
 

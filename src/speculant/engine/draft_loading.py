@@ -60,7 +60,8 @@ class DraftLoader:
         """Measure a draft along this module's text. Raises PairError for one that does not pay."""
         text = self.tokenizer.encode(Path(__file__).read_text(encoding="utf-8"), add_special_tokens=False)
         places = (str(place) + state_of(place) for place in (self.target.folder, folder))
-        gain = expected_gain(self.target, model, text, [*self.facts, *places])
+        given = str(self.config.draft_quantization), str(self.config.draft_model_backend)
+        gain = expected_gain(self.target, model, text, [*self.facts, *given, *places])
         if gain < least:
             raise PairError(
                 f"texts are expected to come {gain:.2f} times as fast with {folder} as without drafts",

@@ -12,7 +12,9 @@ first, until SEARCH_S are over. A candidate that can't be read is passed over, w
 from __future__ import annotations
 
 import logging
+import math
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 SEARCH_S = 1.0  # after which no further header is read; one takes up to half a second
 MOST_ENTRIES = 256  # of a folder
+MOST_JSON = 2**26  # bytes of a JSON file; a tokenizer's has up to 2**25
 MOST_SHARE = 0.5  # of the target's weights: a larger draft hardly ever pays
 SHARE_OF_FREE = 0.25  # of the free memory, for the draft's weights
 _SNAPSHOTS, _REPOSITORY = "snapshots", "models--"  # in the cache of Hugging Face
@@ -65,20 +68,30 @@ class _PassedOverError(Exception):
 
 
 def find_drafts(target: Checkpoint, tokenizer: Tokenizer, download_dir: str | None = None) -> Iterator[FoundDraft]:
-    """Yield the drafts that fit a target, the best first, as far as the time allows."""
-    end, names = time.monotonic() + SEARCH_S, {name_of_place(target.folder), target.name}
-    for candidate in _ordered(candidates(target.folder, download_dir), name_of_place(target.folder)):
-        if time.monotonic() > end:
+    """Yield the drafts that fit a target, the best first, as far as the time allows: a caller's own is not counted."""
+    names, left, begun = {name_of_place(target.folder), target.name}, SEARCH_S, time.monotonic()
+    try:
+        found = _ordered(candidates(target.folder, download_dir, begun + left), name_of_place(target.folder))
+    except Exception as error:  # noqa: BLE001 - the engine starts without a draft
+        logger.info("no draft is looked for: %r", error)
+        return
+    for candidate in found:
+        if (left := left + begun - time.monotonic()) < 0:
             logger.info("the search for drafts ended after %.1f s: %s was not read", SEARCH_S, candidate.place)
             return
+        begun = time.monotonic()
         try:
-            yield _fitting(candidate, target, tokenizer, names)
+            fitting = _fitting(candidate, target, tokenizer, names)
         except _PassedOverError as reason:
             logger.info("not used as a draft: %s, because %s", candidate.place, reason)
         except SpeculantError as error:
             logger.info("not used as a draft: %s, because %s", candidate.place, error.problem)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever a file holds
             logger.info("not used as a draft: %s, because its files can't be read: %r", candidate.place, error)
+        else:
+            left += begun - time.monotonic()
+            yield fitting
+            begun = time.monotonic()
 
 
 def _ordered(found: Iterable[DraftPlace], name: str) -> list[DraftPlace]:
@@ -93,7 +106,9 @@ def _ordered(found: Iterable[DraftPlace], name: str) -> list[DraftPlace]:
 
 def _fitting(candidate: DraftPlace, target: Checkpoint, tokenizer: Tokenizer, names: set[str]) -> FoundDraft:
     """Return a draft that fits; raises _PassedOverError, or the error of a file that is damaged."""
-    place, config = candidate.place, read_model_config(candidate.place)
+    place = candidate.place
+    _check_files(place)
+    config = read_model_config(place)
     free = free_memory(target.model.cache_shape.device)
     if candidate.size > SHARE_OF_FREE * free:
         raise _PassedOverError(f"it has {candidate.size >> 20} MiB, and {free >> 20} MiB of memory are free")
@@ -110,6 +125,16 @@ def _fitting(candidate: DraftPlace, target: Checkpoint, tokenizer: Tokenizer, na
     if not tokenizer.has_file_of(place) and compare_vocabularies(tokenizer, Tokenizer.load(place)):
         raise _PassedOverError("its vocabulary is not the target's")
     return FoundDraft(place, None, f"the target's tokens, {share:.2f} of its weights")
+
+
+def _check_files(place: Path) -> None:
+    """Raise _PassedOverError for pipes and devices, whose reading may never end, and for very large JSON files."""
+    for entry in _entries(place) if place.is_dir() else [place]:
+        found = entry.stat()
+        if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+            raise _PassedOverError(f"{entry.name} is not a regular file")
+        if entry.suffix == ".json" and found.st_size > MOST_JSON:
+            raise _PassedOverError(f"{entry.name} has {found.st_size >> 20} MiB")
 
 
 def _targets_of(config: Mapping[str, Any]) -> Iterator[str]:
@@ -131,10 +156,10 @@ def name_of_place(place: Path) -> str:
     return place.name
 
 
-def candidates(target: Path, download_dir: str | None = None) -> list[DraftPlace]:
-    """Return the places that may hold a draft for a target at a place, each once."""
+def candidates(target: Path, download_dir: str | None = None, end: float = math.inf) -> list[DraftPlace]:
+    """Return the places that may hold a draft for a target at a place, each once. end: of the search, in seconds."""
     own, found = target.resolve(), dict[Path, DraftPlace]()
-    for place in _places(target, download_dir):
+    for place in takewhile(lambda _: time.monotonic() < end, _places(target, download_dir)):
         with suppress(OSError):
             if (size := _size(place)) and (key := place.resolve()) != own:
                 found.setdefault(key, DraftPlace(place, size))
@@ -156,12 +181,13 @@ def _places(target: Path, download_dir: str | None) -> Iterator[Path]:
         yield from _models_in(entry)
 
 
-def _models_in(entry: Path) -> Iterator[Path]:
-    """Yield a GGUF file, a folder of a checkpoint, or the GGUF files in a folder."""
-    if is_model_file(entry) or (entry / "config.json").is_file():
-        yield entry
-    elif entry.is_dir():
-        yield from filter(is_model_file, _entries(entry))
+def _models_in(entry: Path) -> list[Path]:
+    """Return a GGUF file, a folder of a checkpoint, or the GGUF files in a folder; none where nothing can be read."""
+    with suppress(OSError):  # a folder that belongs to somebody else
+        if is_model_file(entry) or (entry / "config.json").is_file():
+            return [entry]
+        return [*filter(is_model_file, _entries(entry))] if entry.is_dir() else []
+    return []
 
 
 def _entries(folder: Path) -> list[Path]:
