@@ -168,7 +168,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name in arguments.models:
         known = real_models.MODELS.get(name)
         path = name if known is None else str(real_models.folder() / known.file)
-        engine = AsyncEngine(path, max_num_seqs=1, max_model_len=arguments.context)
+        engine = AsyncEngine(path, max_num_seqs=1, max_model_len=arguments.context, find_drafts=False)
         found[name] = asyncio.run(run(engine, arguments.tokens))
         yield found
 

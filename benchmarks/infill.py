@@ -201,7 +201,18 @@ def _is_ready(http: httpx.Client) -> bool:
 def ways(arguments: argparse.Namespace) -> Iterator[dict[str, Way]]:
     """Start the servers, and return the ways by name."""
     make, model = partial(Way, typing=arguments.typing), str(arguments.model)
-    ours = [sys.executable, "-m", "speculant.cli.main", "serve", model, "--port", str(PORT), "--max-model-len", "4096"]
+    ours = [
+        sys.executable,
+        "-m",
+        "speculant.cli.main",
+        "serve",
+        model,
+        "--port",
+        str(PORT),
+        "--max-model-len",
+        "4096",
+        "--no-find-drafts",
+    ]
     with served(ours, PORT) as http:
         found = {
             SPECULATING: make(http, lambda salt: {"cache_salt": salt}),

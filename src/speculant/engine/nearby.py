@@ -5,8 +5,8 @@
     our own cache of models     $XDG_CACHE_HOME/speculant/models
 
 A draft model fits if it has the target's tokens, at most MOST_SHARE of its weights, and room in the memory. A head fits
-if its config.json names the target. Only headers are read, of the candidates whose names are most like the target's
-first, until SEARCH_S are over. A candidate that can't be read is passed over, whatever the error.
+if its config.json names the target. Candidates whose names are most like the target's are read first, headers only, for
+at most SEARCH_S seconds. A candidate that can't be read is passed over, whatever the error.
 """
 
 from __future__ import annotations

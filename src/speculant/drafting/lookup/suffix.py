@@ -14,8 +14,8 @@ Memory: with the native library at most 200 bytes per token of a running request
 110 on code), without it at most 590 (270), and 3 kB for each salt in the store. The store holds at most
 suffix_decoding_max_cached_requests texts and suffix_decoding_corpus_tokens tokens, at most 95 MiB with the defaults.
 Proposing and observing take 7 to 22 microseconds a token, whatever the history, and 13 to 24 without the native
-library, which looks all sequences of a step up in one call. To find a copy again takes up to 1.2 ms, on texts of few
-different tokens.
+library, which looks all sequences of a step up in one call. Finding a copy again takes up to 1.2 ms, on
+texts with few distinct tokens; looking in vain for the beginning of one, 0.4 ms on 100,000 tokens and 6 on 500,000.
 """
 
 from __future__ import annotations

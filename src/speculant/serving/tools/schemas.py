@@ -107,7 +107,7 @@ def in_order(name: str, parts: Mapping[str, bool], separator: str = "") -> Rules
 
 
 def any_text(name: str, end: str, tags: tuple[str, ...], token_id: TokenId) -> Rules:
-    """Return the rules of a text and of the one that ends it. `name` stands for both."""
+    """Return the rules for any text up to and including `end`. `name` stands for both."""
     symbols = literals(end, tags, token_id)
     place = next((i for i, symbol in enumerate(symbols) if symbol.startswith("<[")), None)
     if place is None:
