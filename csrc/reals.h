@@ -37,10 +37,10 @@ struct RealSums {
     return sum;
   }
 };
-static inline bool is_zero(Reals x) {
-  double most = 0.0;
-  for (int i = 0; i < REALS; i++) most = x[i] > most ? x[i] : most;
-  return most == 0.0;
+static inline bool is_zero(Reals x) {  // of numbers that are not negative
+  double sum = 0.0;
+  for (int i = 0; i < REALS; i++) sum += x[i];
+  return sum == 0.0;
 }
 static inline float most_lane(Vec x) {
   float lanes[LANES];

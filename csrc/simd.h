@@ -1,5 +1,6 @@
 // One vector type per instruction set. Kernels compute through these functions alone, so their arithmetic (order and rounding) is
-// written once. The compiler contracts nothing: fused multiply-adds are explicit.
+// written once. All sets compute the same bits, but for weights that are floats (linear.h). The compiler contracts nothing: fused
+// multiply-adds are explicit.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -329,16 +330,15 @@ static __attribute__((noinline, cold)) __m128 fma_by_odd(__m128 a, __m128 b, __m
 // Rounded to float64 and then to float32, a sum can differ from one that is rounded once only if the first rounding ends halfway between
 // two numbers of float32: its last 29 bits are then 100...0, unless the result is subnormal. Not inlined, because the code is long.
 static __attribute__((noinline)) __m128 fma_four(__m128 a, __m128 b, __m128 c) {
-  const __m128i last = _mm_set_epi32(0, 0x1fffffff, 0, 0x1fffffff), half = _mm_set_epi32(1, 0x10000000, 1, 0x10000000);
   const __m128d low = _mm_add_pd(_mm_mul_pd(_mm_cvtps_pd(a), _mm_cvtps_pd(b)), _mm_cvtps_pd(c));
   const __m128d high = _mm_add_pd(_mm_mul_pd(_mm_cvtps_pd(_mm_movehl_ps(a, a)), _mm_cvtps_pd(_mm_movehl_ps(b, b))),
                                   _mm_cvtps_pd(_mm_movehl_ps(c, c)));
-  const __m128 sum = _mm_movelh_ps(_mm_cvtpd_ps(low), _mm_cvtpd_ps(high)), size = _mm_andnot_ps(_mm_set1_ps(-0.0f), sum);
-  const __m128i is_half = _mm_or_si128(_mm_cmpeq_epi32(_mm_and_si128(_mm_castpd_si128(low), last), half),
-                                       _mm_cmpeq_epi32(_mm_and_si128(_mm_castpd_si128(high), last), half));
-  const __m128 is_subnormal = _mm_and_ps(_mm_cmplt_ps(size, _mm_set1_ps(1.17549435e-38f)), _mm_cmpneq_ps(size, _mm_setzero_ps()));
-  const int doubtful = _mm_movemask_epi8(_mm_or_si128(is_half, _mm_castps_si128(is_subnormal)));
-  return __builtin_expect(doubtful, 0) ? fma_by_odd(a, b, c) : sum;
+  const __m128 sum = _mm_movelh_ps(_mm_cvtpd_ps(low), _mm_cvtpd_ps(high));
+  const __m128i ends = _mm_castps_si128(_mm_shuffle_ps(_mm_castpd_ps(low), _mm_castpd_ps(high), 0x88));
+  const __m128i is_half = _mm_cmpeq_epi32(_mm_and_si128(ends, _mm_set1_epi32(0x1fffffff)), _mm_set1_epi32(0x10000000));
+  const __m128i size = _mm_slli_epi32(_mm_castps_si128(sum), 1);  // subnormal from 1 to 0xffffff, as unsigned numbers
+  const __m128i is_subnormal = _mm_cmplt_epi32(_mm_add_epi32(size, _mm_set1_epi32(0x7fffffff)), _mm_set1_epi32(0xffffff - 0x7fffffff - 1));
+  return __builtin_expect(_mm_movemask_epi8(_mm_or_si128(is_half, is_subnormal)), 0) ? fma_by_odd(a, b, c) : sum;
 }
 static inline Vec fma(Vec a, Vec b, Vec c) {
   Vec out;
