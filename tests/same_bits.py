@@ -13,10 +13,9 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from speculant import LLM, SamplingParams
 from speculant.cache import slotted_cache
-from speculant.kernels import open_kernels
+from speculant.kernels import Kernels, NativeSampler, RowDraw, SamplingSettings, open_kernels
 from speculant.models import SequenceInput, build_batch, load_model
 from speculant.types import DraftTree
 
@@ -36,7 +35,6 @@ RECORDED = Path(__file__).with_suffix(".json")
 LONG = 600  # tokens: beyond a span of 512 keys
 HIDDEN = 256  # so that the largest blocks fill rows
 VOCAB = 264
-_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -46,13 +44,16 @@ class Case:
     family: str
     settings: dict[str, Any] = field(default_factory=dict)
     kind: str = ""
-    bits: int = 0  # of integers in GPTQ's format
+    bits: int = 0  # of integers in GPTQ's format; negative: in compressed-tensors'
     rounded: str | None = None
     keys: str = "auto"
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 12, "sliding_window": 70}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "head_dim": 64}
 DELTA = {
@@ -71,8 +72,9 @@ T5 = {"pad_token_id": 0, "num_layers": 2, "d_ff": 192, "d_kv": 64, "decoder_star
 KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
 CASES = {
     "llama int4": Case("llama", {"rope_parameters": YARN}, rounded="int4"),
-    "llama int8, keys in int8": Case("llama", {"rope_parameters": DYNAMIC}, rounded="int8", keys="int8"),
+    "llama int8, keys in int8": Case("llama", {"rope_parameters": LLAMA3}, rounded="int8", keys="int8"),
     "llama gptq": Case("llama", bits=4, keys="int8"),
+    "llama in rows of int8": Case("llama", bits=-8),
     "llama gptq of 8 bits": Case("llama", {"attention_bias": True}, bits=8),
     **{f"llama {kind}": Case("llama", kind=kind, keys="float32" if kind == "Q8_0" else "auto") for kind in KINDS},
     "gemma2 int4": Case("gemma2", GEMMA, rounded="int4"),
@@ -84,6 +86,10 @@ CASES = {
     "granitemoehybrid int8": Case("granitemoehybrid", MAMBA, rounded="int8"),
     "t5 int8": Case("t5", T5, rounded="int8"),
 }
+
+
+DRAWS = "draws"
+NAMES = (*CASES, DRAWS)
 
 
 def numbers(name: str, shape: Sequence[int]) -> Tensor:
@@ -100,7 +106,7 @@ def write(case: Case, path: Path) -> None:
     """Write a model."""
     from tests.gguf_models import convert
     from tests.models import Shape, write_checkpoint
-    from tests.quantised_folders import Gptq, edit_config, quantise
+    from tests.quantised_folders import LINEAR, Gptq, compressed, edit_config, integers, quantise
 
     plain = path.parent / "plain"
     shutil.rmtree(plain, ignore_errors=True)
@@ -110,10 +116,14 @@ def write(case: Case, path: Path) -> None:
     save_file(weights, plain / "model.safetensors")
     if case.kind:
         convert(plain, path, case.kind)
-    elif case.bits:
+    elif case.bits > 0:
         own = Gptq(bits=case.bits)
         quantise(plain, path, path.parent / "numbers", own)
         edit_config(path, quantization_config=own.config)
+    elif case.bits:
+        writes = {LINEAR: integers(-case.bits, 0, dtype=torch.float32)}
+        form = compressed("int-quantized", writes, {"num_bits": -case.bits, "strategy": "channel"})
+        quantise(plain, path, path.parent / "numbers", form)
     else:
         plain.rename(path)
     for other in ("plain", "numbers"):
@@ -153,7 +163,8 @@ def measure(name: str, folder: Path) -> dict[str, str]:
     for kind, params in _params():
         texts = _texts(path, params, dtype, use_speculative_decoding=False)
         drafted = {"speculative_config": {"method": "prompt_lookup", "num_speculative_tokens": 4}}
-        others = _texts(path, params, dtype, **drafted, max_num_batched_tokens=48)
+        most = 256 if case.family == "t5" else 48  # a source is read in one pass
+        others = _texts(path, params, dtype, **drafted, max_num_batched_tokens=most)
         assert others == texts, f"{name}: drafts change {kind} texts"
         assert len({tuple(text) for text in texts}) > 1, f"{name}: all {kind} texts are equal, a weak test"
         found[kind] = _digest(json.dumps(texts).encode())
@@ -191,21 +202,35 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def digests(folder: Path, names: Sequence[str], say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def digests(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     """Return the digests of models, and the instruction set that computed them."""
-    found = dict[str, dict[str, str]]()
+    kernels = open_kernels(None, 1)
+    assert kernels is not None, "the native kernels are not built"
+    found = {DRAWS: drawn(kernels)} if DRAWS in names else {}
     for name in names:
+        if name == DRAWS:
+            continue
         found[name] = measure(name, folder)
-        say(f"{name}: {found[name]}")
-    kernels = open_kernels(os.environ.get("SPECULANT_ISA", ""), 1)
-    return {"set": kernels.isa if kernels else "none", "models": found}
+    return {"set": kernels.isa, "models": found}
+
+
+def drawn(kernels: Kernels) -> dict[str, str]:
+    """Return the digests of distributions over more tokens than a model here has, and of draws from them."""
+    settings = [
+        SamplingSettings(1.0), SamplingSettings(0.6, top_p=0.9), SamplingSettings(1.3, min_p=0.02),
+        SamplingSettings(0.9, top_p=0.8, min_p=0.01, top_k=40), SamplingSettings(2.0, top_p=0.999),
+    ]  # fmt: skip
+    probs = kernels.probs(10 * numbers("scores", [len(settings), 9001]), settings).clone()
+    draws = [RowDraw(row, noise, 2**50 * key + 1) for row in range(5) for noise in (False, True) for key in range(99)]
+    tokens = NativeSampler(kernels).draw_rows(probs, draws)
+    return {"probs": _digest(probs.numpy().tobytes()), "tokens": _digest(json.dumps(tokens).encode())}
 
 
 def main() -> None:
     """Print the digests as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("names", nargs="*", default=[*CASES], metavar="NAME", help="of models; none = all")
+    parser.add_argument("names", nargs="*", default=[*NAMES], metavar="NAME", help="of models; none = all")
     parser.add_argument("--record", action="store_true")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
