@@ -139,7 +139,7 @@ static inline Vec flush(Vec v) {
 // nearest even, and subnormal numbers count as zeros. The model follows Intel's manual on VDPBF16PS, for tests on processors
 // without it.
 static inline Vec add_pairs(Vec sum, Ints w, Ints x) {
-#if defined(SP_BF16_MODEL)
+#if defined(SP_MODELS)
   sum = flush(fma(flush(high_bf16(w)), flush(high_bf16(x)), flush(sum)));
   return flush(fma(flush(low_bf16(w)), flush(low_bf16(x)), sum));
 #else
