@@ -13,6 +13,9 @@
 //                                           for others: int32, -OFFSET * sum of v, to which the products are added
 #pragma once
 #include "groups.h"
+#if defined(SP_AMX)
+#include "amx.h"
+#endif
 
 namespace SP_NAMESPACE {
 
@@ -284,19 +287,24 @@ struct Scaling {
       : offset(number & 1), scale(number & 2), zero(number & 4), minimum(number & 8), halved(number & 16) {}
 };
 
-// total += scale_x * (scale * (sum + shift * sum of x) + minimum * sum of x), for each row and output
-template <int SCALING, int ROWS>
-static inline __attribute__((always_inline)) void add_scaled(const Ints sums[ROWS][VECS], const float *x_scales, const int32_t *x_sums,
-                                                             const Vec *scale, const Vec *second, Vec total[ROWS][VECS]) {
+// total + scale_x * (scale * (sum + second * sum of x)), or scale_x * (scale * sum + second * sum of x), of one row
+template <int SCALING>
+static inline __attribute__((always_inline)) Vec add_scaled(Ints integers, const float *x_scale, const int32_t *x_sum, Vec scale, Vec second,
+                                                            Vec total) {
   constexpr Scaling HOW(SCALING);
+  Vec sum = to_floats(integers);
+  if (HOW.zero) sum = fma(as_floats(splat_ints(*x_sum)), second, sum);
+  if (HOW.scale) sum = mul(sum, scale);
+  if (HOW.minimum) sum = fma(as_floats(splat_ints(*x_sum)), second, sum);
+  return fma(sum, splat(*x_scale), total);
+}
+
+// The same for each row and output.
+template <int SCALING, int ROWS>
+static inline __attribute__((always_inline)) void add_scaled_rows(const Ints sums[ROWS][VECS], const float *x_scales, const int32_t *x_sums,
+                                                                  const Vec *scale, const Vec *second, Vec total[ROWS][VECS]) {
   for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECS; v++) {
-      Vec sum = to_floats(sums[r][v]);
-      if (HOW.zero) sum = fma(as_floats(splat_ints(x_sums[r])), second[v], sum);
-      if (HOW.scale) sum = mul(sum, scale[v]);
-      if (HOW.minimum) sum = fma(as_floats(splat_ints(x_sums[r])), second[v], sum);
-      total[r][v] = fma(sum, splat(x_scales[r]), total[r][v]);
-    }
+    for (int v = 0; v < VECS; v++) total[r][v] = add_scaled<SCALING>(sums[r][v], x_scales + r, x_sums + r, scale[v], second[v], total[r][v]);
 }
 
 // Rows of x in a group: their integers, scales and offsets. The offsets of the halves are `rows` apart.
@@ -320,13 +328,13 @@ static inline __attribute__((always_inline)) void add_group(Weights weights, con
   begin(x.offsets);
   if constexpr (HOW.halved) {
     add_products<BITS, ROWS, 0, STEPS / 2>(weights, x.x, sums);
-    add_scaled<SCALING, ROWS>(sums, x.scales, nullptr, scale, nullptr, total);
+    add_scaled_rows<SCALING, ROWS>(sums, x.scales, x.offsets, scale, scale, total);
     begin(x.offsets + x.rows);
     add_products<BITS, ROWS, STEPS / 2, STEPS>(weights, x.x, sums);
-    return add_scaled<SCALING, ROWS>(sums, x.scales, nullptr, second, nullptr, total);
+    return add_scaled_rows<SCALING, ROWS>(sums, x.scales, x.offsets, second, second, total);
   }
   add_products<BITS, ROWS, 0, STEPS>(weights, x.x, sums);
-  add_scaled<SCALING, ROWS>(sums, x.scales, x.offsets, scale, second, total);
+  add_scaled_rows<SCALING, ROWS>(sums, x.scales, x.offsets, scale, second, total);
 }
 
 // The place of a part of a step in a decoded group, [part][step][WIDTH] dwords.
@@ -406,6 +414,114 @@ static void sum_few(const char *panel, const Rows &given, int64_t k, float *sums
   put_acc<ROWS>(total, sums);
 }
 
+#if defined(SP_AMX)
+// More rows: CHUNK groups are decoded at a time, and multiplied by tiles of rows. The product of a tile has a column for each output of a
+// vector. Its totals stay in the registers while it runs over the chunk, and each product is scaled while the next one is computed.
+constexpr int64_t CHUNK = 8;  // groups, in 18 KB at most: they stay in the first-level cache for all rows
+
+struct Chunk {
+  alignas(64) char integers[CHUNK * STEPS * STEP];  // [groups][STEPS][WIDTH] dwords: less OFFSET, or unsigned if the type has sums
+  Vec scale[CHUNK][VECS], second[CHUNK][VECS];
+  int64_t groups = 0;
+
+  template <int TYPE>
+  inline __attribute__((always_inline)) void add(const GroupAt &group, const Vec *its_scale, const Vec *its_second) {
+    constexpr Form FORM = form_of(TYPE);
+    char *to = integers + groups * STEPS * STEP;
+    unrolled<0, STEPS>([&](auto step) __attribute__((always_inline)) {
+      constexpr int S = decltype(step)::value;
+      for (int v = 0; v < VECS; v++) {
+        const Ints w = load_step<TYPE, S, 0>(group, v);
+        store_ints(to + decoded_at(S, 0, v), FORM.offset ? sub_bytes(w, splat_byte((uint8_t)FORM.offset)) : w);
+      }
+    });
+    for (int v = 0; v < VECS; v++) scale[groups][v] = its_scale[v], second[groups][v] = its_second[v];
+    groups++;
+  }
+};
+
+// Numbers of tiles. Those of a whole tile of rows are in pairs: while one is in use, the other is loaded or stored.
+constexpr int SUM_TILE = 0, X_TILE = 2, W_TILE = 4, REST_SUM = 6, REST_X = 7;
+
+static inline void shape_int8_tiles(int64_t rows, int64_t depth) {
+  TileShapes shapes;
+  for (int i = 0; i < 2; i++)
+    shapes.set(SUM_TILE + i, TILE_ROWS, VECTOR_BYTES), shapes.set(X_TILE + i, TILE_ROWS, depth), shapes.set(W_TILE + i, depth / 4, VECTOR_BYTES);
+  if (rows % TILE_ROWS) shapes.set(REST_SUM, rows % TILE_ROWS, VECTOR_BYTES), shapes.set(REST_X, rows % TILE_ROWS, depth);
+  shape_tiles(shapes);
+}
+
+// Add the products of a chunk's vector v and rows row .. row + ROWS - 1 to their totals.
+template <int SCALING, int ROWS>
+static __attribute__((noinline)) void add_tile(const Chunk &chunk, const GroupRows &x, int64_t row, int v, float *totals) {
+  constexpr Scaling HOW(SCALING);
+  constexpr int64_t HALVES = HOW.halved ? 2 : 1, DEPTH = GROUP / HALVES;
+  alignas(64) char products[2][ROWS * VECTOR_BYTES];
+  float *const own_totals = totals + row * WIDTH + v * LANES;
+  Vec total[ROWS];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++) total[r] = load(own_totals + r * WIDTH);
+
+  const auto multiply = [&](auto which, int64_t part) __attribute__((always_inline)) {
+    constexpr int WHICH = decltype(which)::value, W = W_TILE + WHICH;
+    constexpr int SUM = ROWS < TILE_ROWS ? REST_SUM : SUM_TILE + WHICH, X = ROWS < TILE_ROWS ? REST_X : X_TILE + WHICH;
+    clear_tile<SUM>();
+    load_tile<X>(x.x + (part / HALVES * x.rows + row) * GROUP + part % HALVES * DEPTH, GROUP);
+    load_tile<W>(chunk.integers + part * DEPTH / 4 * STEP + v * VECTOR_BYTES, STEP);
+    multiply_bytes<HOW.offset, SUM, X, W>();
+    store_tile<SUM>(products[WHICH], VECTOR_BYTES);
+  };
+  const auto scale = [&](auto which, int64_t part) __attribute__((always_inline)) {
+    const int64_t group = part / HALVES, first = group * x.rows + row;
+    const Vec second = chunk.second[group][v], own = part % HALVES ? second : chunk.scale[group][v];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+      const Ints sum = load_ints(products[decltype(which)::value] + r * VECTOR_BYTES);
+      total[r] = add_scaled<SCALING>(sum, x.scales + first + r, x.offsets + first + r, own, second, total[r]);
+    }
+  };
+  const int64_t parts = chunk.groups * HALVES;
+  multiply(Number<0>(), 0);
+  for (int64_t part = 0; part < parts; part += 2) {
+    if (part + 1 < parts) multiply(Number<1>(), part + 1);
+    scale(Number<0>(), part);
+    if (part + 1 == parts) break;
+    if (part + 2 < parts) multiply(Number<0>(), part + 2);
+    scale(Number<1>(), part + 1);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++) store(own_totals + r * WIDTH, total[r]);
+}
+
+typedef void AddTile(const Chunk &chunk, const GroupRows &x, int64_t row, int v, float *totals);
+template <int SCALING, int... ROWS>
+static void add_tiles(const Chunk &chunk, const GroupRows &x, float *totals, Numbers<ROWS...>) {
+  static constexpr AddTile *ADD[] = {add_tile<SCALING, ROWS>...};  // from one row on
+  for (int64_t row = 0; row < x.rows; row += TILE_ROWS)
+    for (int v = 0; v < VECS; v++) ADD[x.rows - row < TILE_ROWS ? x.rows - row - 1 : TILE_ROWS - 1](chunk, x, row, v, totals);
+}
+
+template <int TYPE>
+static void sum_many(const char *panel, const Rows &given, int64_t k, float *sums) {
+  constexpr Form FORM = form_of(TYPE);
+  Chunk chunk;
+  const int64_t rows = given.rows;
+  GroupRows x = {(const char *)given.dwords, given.scales, given.offsets, rows};
+  memset(sums, 0, rows * WIDTH * sizeof(float));
+  shape_int8_tiles(rows, FORM.is_halved() ? GROUP / 2 : GROUP);
+  const auto add_chunk = [&] {
+    add_tiles<Scaling(FORM).number()>(chunk, x, sums, decltype(numbers<1, TILE_ROWS + 1, 1>())());
+    x.x += chunk.groups * rows * GROUP, x.scales += chunk.groups * rows, x.offsets += chunk.groups * (FORM.is_halved() ? 2 * rows : rows);
+    chunk.groups = 0;
+  };
+  each_group_of<TYPE>(panel, GroupLayout(TYPE, k), [&](const GroupAt &group, const Vec *scale, const Vec *second) __attribute__((always_inline)) {
+    if (chunk.groups == CHUNK) add_chunk();
+    chunk.add<TYPE>(group, scale, second);
+  });
+  add_chunk();
+  release_tiles();
+}
+#else
 // More rows: each group is decoded once, with the first ROWS_AT_ONCE rows.
 template <int TYPE>
 static void sum_many(const char *panel, const Rows &given, int64_t k, float *sums) {
@@ -424,6 +540,7 @@ static void sum_many(const char *panel, const Rows &given, int64_t k, float *sum
     x.x += rows * GROUP, x.scales += rows, x.offsets += FORM.is_halved() ? 2 * rows : rows;
   });
 }
+#endif
 
 // sums[rows][WIDTH] of one panel and some rows, over k inputs.
 template <int TYPE>
