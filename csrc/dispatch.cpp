@@ -7,7 +7,7 @@ namespace avx2 { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS
 namespace avx512 { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
 namespace avx512vnni { extern const SpSum GROUPS[]; }  // the instruction adds products of integers, and nothing else differs
 namespace avx512bf16 { extern const SpSum FLOATS[]; }  // this one multiplies pairs of bfloat16
-namespace amx { extern const SpSum GROUPS[]; }  // tiles for several rows
+namespace amx { extern const SpSum FLOATS[], GROUPS[]; }  // tiles, for pairs of bfloat16 and for several rows of integers
 
 static const struct {
   const char *name;
@@ -16,9 +16,9 @@ static const struct {
   bool (*usable)();
 } SETS[] = {
 #if defined(SP_WITH_AMX) && defined(SP_MODELS)
-    {"amx", &avx2::TABLE, {avx2::FLOATS, nullptr, amx::GROUPS}, has_amx},
+    {"amx", &avx2::TABLE, {avx2::FLOATS, amx::FLOATS, amx::GROUPS, 16}, has_amx},
 #elif defined(SP_WITH_AMX)
-    {"amx", &avx512::TABLE, {avx512::FLOATS, nullptr, amx::GROUPS}, has_amx},
+    {"amx", &avx512::TABLE, {avx512::FLOATS, amx::FLOATS, amx::GROUPS, 16}, has_amx},
 #endif
 #if defined(SP_WITH_AVX512BF16)
     {"avx512bf16", &avx512::TABLE, {avx512::FLOATS, avx512bf16::FLOATS, avx512vnni::GROUPS}, has_avx512bf16},
