@@ -17,7 +17,7 @@ constexpr int PAIR_SUMS = 0, PAIR_WEIGHTS = VECS, PAIR_ROWS = 2 * VECS;  // numb
 
 static inline int64_t whole_tiles(int64_t steps) { return (steps + TILE_STEPS - 1) / TILE_STEPS * TILE_STEPS; }
 
-// More than TILE_ROWS rows are whole tiles: what follows the last row in memory is multiplied too. Only whole tiles take the time of a tile.
+// Of more than TILE_ROWS rows, all tiles have TILE_ROWS: what follows the last row in memory is multiplied too.
 static inline void shape_pair_tiles(int64_t rows) {
   const int64_t some = rows < TILE_ROWS ? rows : TILE_ROWS;
   TileShapes shapes;

@@ -46,7 +46,7 @@ def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def rounded_and_flushed(exact: Tensor) -> Tensor:
-    """Return float32 for float64, with zeros for numbers below the normal ones once all of their 24 bits are rounded."""
+    """Return float32 for float64, with zeros for numbers that are below the normal ones once rounded to 24 bits."""
     is_tiny = (exact * 2.0**64).float().abs() < LEAST_NORMAL * 2.0**64
     return torch.where(is_tiny, torch.zeros_like(exact).copysign(exact), exact).float()
 
@@ -58,7 +58,7 @@ def factors(x: Tensor, weight: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
 
 
 def accumulated(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x [t, k] weight [n, k]^T by AVX512-BF16: one accumulator takes k by pairs, the second of each pair first."""
+    """Return x [t, k] weight [n, k]^T by AVX512-BF16: an accumulator takes k by pairs, the second of each pair first."""
     x, weight = factors(x, weight, 2)
     sums = torch.zeros(len(x), len(weight))
     for first in range(0, x.shape[1], 2):
