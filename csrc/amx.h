@@ -3,7 +3,8 @@
 //
 //   sum[m][n] += products of row m of x and column n of w. A dword of w has four successive numbers of its column, or a pair of bfloat16
 //
-// Shapes that do not fit one another are an error: an exception of the processor, or the end of the program.
+// Shapes that do not fit one another are an error: an exception of the processor, or the end of the program. The rows of a tile are TIMES *
+// `stride` bytes apart in memory, where TIMES is 1, 2, 4 or 8.
 #pragma once
 #include "simd.h"
 #if defined(SP_MODELS)
@@ -52,16 +53,16 @@ static inline void shape_tiles(const TileShapes &shapes) {
 }
 static inline void release_tiles() { tile_model().shapes.palette = 0; }
 template <int TILE> static inline void clear_tile() { memset(tile_model().at[TILE], 0, sizeof tile_model().at[TILE]); }
-template <int TILE> static inline void load_tile(const void *from, int64_t stride) {
+template <int TILE, int TIMES = 1> static inline void load_tile(const void *from, int64_t stride) {
   TileModel &own = tile_model();
   own.need(own.shapes.palette == 1 && own.shapes.rows[TILE]);
   clear_tile<TILE>();
-  for (int r = 0; r < own.shapes.rows[TILE]; r++) memcpy(own.at[TILE][r], (const char *)from + r * stride, own.shapes.bytes[TILE]);
+  for (int r = 0; r < own.shapes.rows[TILE]; r++) memcpy(own.at[TILE][r], (const char *)from + r * TIMES * stride, own.shapes.bytes[TILE]);
 }
-template <int TILE> static inline void store_tile(void *to, int64_t stride) {
+template <int TILE, int TIMES = 1> static inline void store_tile(void *to, int64_t stride) {
   TileModel &own = tile_model();
   own.need(own.shapes.palette == 1 && own.shapes.rows[TILE]);
-  for (int r = 0; r < own.shapes.rows[TILE]; r++) memcpy((char *)to + r * stride, own.at[TILE][r], own.shapes.bytes[TILE]);
+  for (int r = 0; r < own.shapes.rows[TILE]; r++) memcpy((char *)to + r * TIMES * stride, own.at[TILE][r], own.shapes.bytes[TILE]);
 }
 
 // x is int8; w is int8 if SIGNED, else uint8. The sums are int32.
@@ -108,11 +109,11 @@ template <int SUM, int X, int W> static inline void multiply_pairs() {
 static inline void shape_tiles(const TileShapes &shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
 static inline void release_tiles() { asm volatile("tilerelease"); }
 template <int TILE> static inline void clear_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(TILE)); }
-template <int TILE> static inline __attribute__((always_inline)) void load_tile(const void *from, int64_t stride) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(TILE) : "memory");
+template <int TILE, int TIMES = 1> static inline __attribute__((always_inline)) void load_tile(const void *from, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,%c3), %%tmm%c2" ::"r"(from), "r"(stride), "i"(TILE), "i"(TIMES) : "memory");
 }
-template <int TILE> static inline __attribute__((always_inline)) void store_tile(void *to, int64_t stride) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(TILE) : "memory");
+template <int TILE, int TIMES = 1> static inline __attribute__((always_inline)) void store_tile(void *to, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,%c3)" ::"r"(to), "r"(stride), "i"(TILE), "i"(TIMES) : "memory");
 }
 template <bool SIGNED, int SUM, int X, int W> static inline __attribute__((always_inline)) void multiply_bytes() {
   if constexpr (SIGNED)

@@ -416,23 +416,25 @@ static void sum_few(const char *panel, const Rows &given, int64_t k, float *sums
 
 #if defined(SP_AMX)
 // More rows: CHUNK groups are decoded at a time, and multiplied by tiles of rows. The product of a tile has a column for each output of a
-// vector. Its totals stay in the registers while it runs over the chunk, and each product is scaled while the next one is computed.
-constexpr int64_t CHUNK = 8;  // groups, in 18 KB at most: they stay in the first-level cache for all rows
+// vector. Its totals stay in the registers while it runs over the chunk. A product takes longer to compute and to store than to scale, so
+// EARLY of them are computed before one is scaled; each of these has a tile and memory of its own.
+constexpr int64_t CHUNK = 8;  // groups, in 15 KB: they stay in the first-level cache for all rows
+constexpr int EARLY = 3, PRODUCTS = EARLY + 1, FEWEST_SCALED = 4;
+constexpr int PRODUCT_TILE = 0, X_TILE = PRODUCTS, W_TILE = X_TILE + 2;  // numbers of tiles; there are two of x and of w
 
 struct Chunk {
-  alignas(64) char integers[CHUNK * STEPS * STEP];  // [groups][STEPS][WIDTH] dwords: less OFFSET, or unsigned if the type has sums
+  alignas(64) char integers[CHUNK][VECS][STEPS][VECTOR_BYTES];  // less OFFSET, or unsigned if the type has sums
   Vec scale[CHUNK][VECS], second[CHUNK][VECS];
   int64_t groups = 0;
 
   template <int TYPE>
   inline __attribute__((always_inline)) void add(const GroupAt &group, const Vec *its_scale, const Vec *its_second) {
     constexpr Form FORM = form_of(TYPE);
-    char *to = integers + groups * STEPS * STEP;
     unrolled<0, STEPS>([&](auto step) __attribute__((always_inline)) {
       constexpr int S = decltype(step)::value;
       for (int v = 0; v < VECS; v++) {
         const Ints w = load_step<TYPE, S, 0>(group, v);
-        store_ints(to + decoded_at(S, 0, v), FORM.offset ? sub_bytes(w, splat_byte((uint8_t)FORM.offset)) : w);
+        store_ints(integers[groups][v][S], FORM.offset ? sub_bytes(w, splat_byte((uint8_t)FORM.offset)) : w);
       }
     });
     for (int v = 0; v < VECS; v++) scale[groups][v] = its_scale[v], second[groups][v] = its_second[v];
@@ -440,65 +442,88 @@ struct Chunk {
   }
 };
 
-// Numbers of tiles. Those of a whole tile of rows are in pairs: while one is in use, the other is loaded or stored.
-constexpr int SUM_TILE = 0, X_TILE = 2, W_TILE = 4, REST_SUM = 6, REST_X = 7;
-
+// Of more than TILE_ROWS rows, all tiles have TILE_ROWS: what follows the last row in memory is multiplied too. depth: bytes of a row of x.
 static inline void shape_int8_tiles(int64_t rows, int64_t depth) {
+  const int64_t some = rows < TILE_ROWS ? rows : TILE_ROWS;
   TileShapes shapes;
-  for (int i = 0; i < 2; i++)
-    shapes.set(SUM_TILE + i, TILE_ROWS, VECTOR_BYTES), shapes.set(X_TILE + i, TILE_ROWS, depth), shapes.set(W_TILE + i, depth / 4, VECTOR_BYTES);
-  if (rows % TILE_ROWS) shapes.set(REST_SUM, rows % TILE_ROWS, VECTOR_BYTES), shapes.set(REST_X, rows % TILE_ROWS, depth);
+  for (int i = 0; i < PRODUCTS; i++) shapes.set(PRODUCT_TILE + i, some, VECTOR_BYTES);
+  for (int i = 0; i < 2; i++) shapes.set(X_TILE + i, some, depth), shapes.set(W_TILE + i, depth / 4, VECTOR_BYTES);
   shape_tiles(shapes);
 }
 
-// Add the products of a chunk's vector v and rows row .. row + ROWS - 1 to their totals.
+// A tile's scales and sums of x in each group, with zeros after the last row.
+struct TileScales {
+  alignas(64) float scales[CHUNK][TILE_ROWS] = {{0}};
+  int32_t sums[CHUNK][TILE_ROWS] = {{0}};
+
+  TileScales(const GroupRows &x, int64_t row, int64_t some, int64_t groups, bool has_sums) {
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t first = g * x.rows + row;
+      if (some == TILE_ROWS) {  // of a constant size, which the compiler copies by itself
+        memcpy(scales[g], x.scales + first, sizeof scales[g]);
+        if (has_sums) memcpy(sums[g], x.offsets + first, sizeof sums[g]);
+      } else {
+        memcpy(scales[g], x.scales + first, some * 4);
+        if (has_sums) memcpy(sums[g], x.offsets + first, some * 4);
+      }
+    }
+  }
+};
+
+// Add the products of a chunk and `some` rows from row `row` on, of which ROWS are scaled, to their totals.
 template <int SCALING, int ROWS>
-static __attribute__((noinline)) void add_tile(const Chunk &chunk, const GroupRows &x, int64_t row, int v, float *totals) {
+static __attribute__((noinline)) void add_tile(const Chunk &chunk, const GroupRows &x, int64_t row, int64_t some, float *totals) {
   constexpr Scaling HOW(SCALING);
   constexpr int64_t HALVES = HOW.halved ? 2 : 1, DEPTH = GROUP / HALVES;
-  alignas(64) char products[2][ROWS * VECTOR_BYTES];
-  float *const own_totals = totals + row * WIDTH + v * LANES;
-  Vec total[ROWS];
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; r++) total[r] = load(own_totals + r * WIDTH);
+  constexpr int WIDER = VECTOR_BYTES / GROUP;  // a row of w or of the product than a row of x
+  const int64_t parts = chunk.groups * HALVES, rounds = (parts + PRODUCTS - 1) / PRODUCTS * PRODUCTS;  // a part has a scale of its own
+  const int64_t stride = x.rows * GROUP;
+  const char *const rows = x.x + row * GROUP;
+  const TileScales own(x, row, some, chunk.groups, HOW.zero || HOW.minimum);
+  alignas(64) char products[PRODUCTS][TILE_ROWS][VECTOR_BYTES];
+  float *at = totals + row * WIDTH;
 
-  const auto multiply = [&](auto which, int64_t part) __attribute__((always_inline)) {
-    constexpr int WHICH = decltype(which)::value, W = W_TILE + WHICH;
-    constexpr int SUM = ROWS < TILE_ROWS ? REST_SUM : SUM_TILE + WHICH, X = ROWS < TILE_ROWS ? REST_X : X_TILE + WHICH;
-    clear_tile<SUM>();
-    load_tile<X>(x.x + (part / HALVES * x.rows + row) * GROUP + part % HALVES * DEPTH, GROUP);
-    load_tile<W>(chunk.integers + part * DEPTH / 4 * STEP + v * VECTOR_BYTES, STEP);
-    multiply_bytes<HOW.offset, SUM, X, W>();
-    store_tile<SUM>(products[WHICH], VECTOR_BYTES);
+  const auto multiply = [&](auto which, int64_t part, int64_t v) __attribute__((always_inline)) {
+    constexpr int WHICH = decltype(which)::value, PRODUCT = PRODUCT_TILE + WHICH, X = X_TILE + WHICH % 2, W = W_TILE + WHICH % 2;
+    if (part >= rounds) part -= rounds, v++;
+    if (part >= parts || v >= VECS) return;
+    clear_tile<PRODUCT>();
+    load_tile<X>(rows + part / HALVES * stride + part % HALVES * DEPTH, GROUP);
+    load_tile<W, WIDER>(chunk.integers[part / HALVES][v][part % HALVES * STEPS / 2], GROUP);
+    multiply_bytes<HOW.offset, PRODUCT, X, W>();
+    store_tile<PRODUCT, WIDER>(products[WHICH], GROUP);
   };
-  const auto scale = [&](auto which, int64_t part) __attribute__((always_inline)) {
-    const int64_t group = part / HALVES, first = group * x.rows + row;
-    const Vec second = chunk.second[group][v], own = part % HALVES ? second : chunk.scale[group][v];
+
+  unrolled<0, EARLY>([&](auto which) __attribute__((always_inline)) { multiply(which, which.value, 0); });
+  for (int64_t v = 0; v < VECS; v++, at += LANES) {
+    Vec total[ROWS];
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++) {
-      const Ints sum = load_ints(products[decltype(which)::value] + r * VECTOR_BYTES);
-      total[r] = add_scaled<SCALING>(sum, x.scales + first + r, x.offsets + first + r, own, second, total[r]);
-    }
-  };
-  const int64_t parts = chunk.groups * HALVES;
-  multiply(Number<0>(), 0);
-  for (int64_t part = 0; part < parts; part += 2) {
-    if (part + 1 < parts) multiply(Number<1>(), part + 1);
-    scale(Number<0>(), part);
-    if (part + 1 == parts) break;
-    if (part + 2 < parts) multiply(Number<0>(), part + 2);
-    scale(Number<1>(), part + 1);
+    for (int r = 0; r < ROWS; r++) total[r] = load(at + r * WIDTH);
+    for (int64_t begin = 0; begin < rounds; begin += PRODUCTS)
+      unrolled<0, PRODUCTS>([&](auto which) __attribute__((always_inline)) {
+        const int64_t part = begin + which.value, group = part / HALVES;
+        multiply(Number<(decltype(which)::value + EARLY) % PRODUCTS>(), part + EARLY, v);
+        if (part >= parts) return;
+        const Vec second = chunk.second[group][v], scale = part % HALVES ? second : chunk.scale[group][v];
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+          const Ints product = load_ints(products[which.value][r]);
+          total[r] = add_scaled<SCALING>(product, own.scales[group] + r, own.sums[group] + r, scale, second, total[r]);
+        }
+      });
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) store(at + r * WIDTH, total[r]);
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; r++) store(own_totals + r * WIDTH, total[r]);
 }
 
-typedef void AddTile(const Chunk &chunk, const GroupRows &x, int64_t row, int v, float *totals);
+typedef void AddTile(const Chunk &chunk, const GroupRows &x, int64_t row, int64_t some, float *totals);
 template <int SCALING, int... ROWS>
 static void add_tiles(const Chunk &chunk, const GroupRows &x, float *totals, Numbers<ROWS...>) {
-  static constexpr AddTile *ADD[] = {add_tile<SCALING, ROWS>...};  // from one row on
-  for (int64_t row = 0; row < x.rows; row += TILE_ROWS)
-    for (int v = 0; v < VECS; v++) ADD[x.rows - row < TILE_ROWS ? x.rows - row - 1 : TILE_ROWS - 1](chunk, x, row, v, totals);
+  static constexpr AddTile *ADD[] = {add_tile<SCALING, ROWS>...};
+  for (int64_t row = 0; row < x.rows; row += TILE_ROWS) {
+    const int64_t some = x.rows - row < TILE_ROWS ? x.rows - row : TILE_ROWS;
+    ADD[(some - 1) / FEWEST_SCALED](chunk, x, row, some, totals);
+  }
 }
 
 template <int TYPE>
@@ -507,10 +532,10 @@ static void sum_many(const char *panel, const Rows &given, int64_t k, float *sum
   Chunk chunk;
   const int64_t rows = given.rows;
   GroupRows x = {(const char *)given.dwords, given.scales, given.offsets, rows};
-  memset(sums, 0, rows * WIDTH * sizeof(float));
+  memset(sums, 0, (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS * WIDTH * sizeof(float));
   shape_int8_tiles(rows, FORM.is_halved() ? GROUP / 2 : GROUP);
   const auto add_chunk = [&] {
-    add_tiles<Scaling(FORM).number()>(chunk, x, sums, decltype(numbers<1, TILE_ROWS + 1, 1>())());
+    add_tiles<Scaling(FORM).number()>(chunk, x, sums, decltype(numbers<FEWEST_SCALED, TILE_ROWS + 1, FEWEST_SCALED>())());
     x.x += chunk.groups * rows * GROUP, x.scales += chunk.groups * rows, x.offsets += chunk.groups * (FORM.is_halved() ? 2 * rows : rows);
     chunk.groups = 0;
   };

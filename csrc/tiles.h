@@ -30,7 +30,7 @@ struct Tiles {
   // several: whether a tile may have several rows.
   void make_room(const SpOp &op, int64_t rows, bool several) {
     if (is_float(op) && !several) return;
-    dwords.resize((stays_rows(op) ? rows + sums.tile - 1 : rows) * dwords_of(op));
+    dwords.resize((sums.tile && !is_float(op) ? rows + sums.tile - 1 : rows) * dwords_of(op));
     scales.resize(rows * scales_of(op)), offsets.resize(rows * offsets_of(op));
     if (!is_float(op) && is_bf16(op) && !sums.tile) narrowed.resize(rows * dwords_of(op));
   }

@@ -58,7 +58,7 @@ def factors(x: Tensor, weight: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
 
 
 def accumulated(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x [t, k] weight [n, k]^T by AVX512-BF16: an accumulator takes k by pairs, the second of each pair first."""
+    """Return x [t, k] weight [n, k]^T by AVX512-BF16: a sum takes k by pairs, the second of each pair first."""
     x, weight = factors(x, weight, 2)
     sums = torch.zeros(len(x), len(weight))
     for first in range(0, x.shape[1], 2):
