@@ -17,6 +17,13 @@ static inline bool has_bit(int bit) {
 }
 
 static inline bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+static inline bool has_avxvnni() {
+#if defined(SP_MODELS)
+  return has_avx2();
+#else
+  return has_avx2() && has_bit(4);
+#endif
+}
 static inline bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
