@@ -8,6 +8,7 @@ namespace avxvnni { extern const SpSum GROUPS[]; }  // the instruction adds prod
 namespace avx512 { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
 namespace avx512vnni { extern const SpSum GROUPS[]; }  // the same
 namespace avx512bf16 { extern const SpSum FLOATS[]; }  // this one multiplies pairs of bfloat16
+namespace amx { extern const SpSum FLOATS[], GROUPS[]; }  // tiles, for pairs of bfloat16 and for several rows of integers
 
 static const struct {
   const char *name;
@@ -16,6 +17,11 @@ static const struct {
   bool (*usable)();
   bool measured;  // its speed, on a processor that has it; another set is used only if it is named
 } SETS[] = {
+#if defined(SP_WITH_AMX) && defined(SP_MODELS)
+    {"amx", &avx2::TABLE, {avx2::FLOATS, amx::FLOATS, amx::GROUPS, 16}, has_amx, false},
+#elif defined(SP_WITH_AMX)
+    {"amx", &avx512::TABLE, {avx512::FLOATS, amx::FLOATS, amx::GROUPS, 16}, has_amx, false},
+#endif
 #if defined(SP_WITH_AVX512BF16)
     {"avx512bf16", &avx512::TABLE, {avx512::FLOATS, avx512bf16::FLOATS, avx512vnni::GROUPS}, has_avx512bf16, true},
 #endif

@@ -75,6 +75,7 @@ static inline Ints bits_or(Ints a, Ints b) { return _mm512_or_si512(a, b); }
 static inline Ints bits_xor(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
 static inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 static inline Ints sub_ints(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
+static inline Ints sub_bytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
 template <int N> static inline Ints shift_left(Ints a) { return _mm512_slli_epi32(a, N); }
 template <int N> static inline Ints shift_right(Ints a) { return _mm512_srli_epi32(a, N); }
 template <int N> static inline Ints shift_right_signed(Ints a) { return _mm512_srai_epi32(a, N); }
@@ -219,6 +220,7 @@ static inline Ints bits_or(Ints a, Ints b) { return _mm256_or_si256(a, b); }
 static inline Ints bits_xor(Ints a, Ints b) { return _mm256_xor_si256(a, b); }
 static inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 static inline Ints sub_ints(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
+static inline Ints sub_bytes(Ints a, Ints b) { return _mm256_sub_epi8(a, b); }
 template <int N> static inline Ints shift_left(Ints a) { return _mm256_slli_epi32(a, N); }
 template <int N> static inline Ints shift_right(Ints a) { return _mm256_srli_epi32(a, N); }
 template <int N> static inline Ints shift_right_signed(Ints a) { return _mm256_srai_epi32(a, N); }

@@ -7,8 +7,8 @@
  * keys begin at absolute positions, and neither the number of threads nor that of rows changes a result.
  *
  * All activations are float32. Products are float32 too, with two exceptions: rows are rounded to int8, with a scale for each 32 numbers,
- * for weights in groups of integers (groups.h), and to bfloat16 for bfloat16 weights on the set avx512bf16, whose instruction takes no
- * other type.
+ * for weights in groups of integers (groups.h), and to bfloat16 for bfloat16 weights on the sets avx512bf16 and amx, whose instructions
+ * take no other type. Attention computes in float32 on these sets too, so that integer weights give the same text on every set.
  * T = number of rows of the pass.
  */
 #ifndef SPECULANT_H
