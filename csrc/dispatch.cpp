@@ -3,6 +3,7 @@
 #include "table.h"
 
 namespace portable { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
+namespace fused { extern const SpSum FLOATS[]; }  // portable::FLOATS, where products are not rounded before they are added
 namespace avx2 { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
 namespace avxvnni { extern const SpSum GROUPS[]; }  // the instruction adds products of integers, and nothing else differs
 namespace avx512 { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
@@ -38,7 +39,7 @@ static const struct {
     {"avx2", &avx2::TABLE, {avx2::FLOATS, nullptr, avx2::GROUPS}, has_avx2, true},
 #endif
 #if defined(SP_WITH_PORTABLE)
-    {"portable", &portable::TABLE, {portable::FLOATS, nullptr, portable::GROUPS}, always, true},
+    {"portable", &portable::TABLE, {fused::FLOATS, nullptr, portable::GROUPS, 0, portable::FLOATS}, always, true},
 #endif
 };
 static const int NUM_SETS = sizeof SETS / sizeof SETS[0];

@@ -106,12 +106,20 @@ static inline void each_tile(const Rows &all, int64_t width, Work work) {
     work(all.rows - first < MOST_ROWS ? all.rows - first : MOST_ROWS, (const uint32_t *)all.dwords + first * width, first);
 }
 
+// sum + a * b. Portable code for processors without an instruction rounds the product first, unless the sums are to have the bits of
+// other sets (SP_FUSED).
+#if defined(SP_PORTABLE) && defined(__SSE2__) && !defined(SP_FUSED)
+static inline Vec add_product(Vec sum, Vec a, Vec b) { return add(sum, mul(a, b)); }
+#else
+static inline Vec add_product(Vec sum, Vec a, Vec b) { return fma_into(sum, a, b); }
+#endif
+
 // acc[rows][VECS] += x[rows] w[VECS]
 template <int ROWS>
 static inline void add_step(Vec acc[ROWS][VECS], const float *x, const Vec w[VECS]) {
   for (int r = 0; r < ROWS; r++) {
     const Vec a = splat(x[r]);
-    for (int v = 0; v < VECS; v++) acc[r][v] = fma_into(acc[r][v], a, w[v]);
+    for (int v = 0; v < VECS; v++) acc[r][v] = add_product(acc[r][v], a, w[v]);
   }
 }
 

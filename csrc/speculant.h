@@ -63,6 +63,8 @@ enum SpFlag {
   SP_SCAN = 1024,  /* SP_RECUR: Mamba 2 in place of a gated delta rule */
   SP_EACH = 2048,  /* SP_GATE: `in` has a number for each row, [T] */
   SP_WEIGHTS = 4096, /* SP_ROUTE: scores are weights already; with SP_RENORMALISE they are divided by 1e-6 + the sum of the selected ones */
+  SP_ALIKE = 8192, /* SP_LINEAR, SP_EXPERTS: weights that are floats are summed as on other sets of instructions, also where this set has a
+                      faster way with other bits. Weights in groups of integers always are */
 };
 
 enum SpActivation {

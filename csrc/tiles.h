@@ -16,6 +16,7 @@ constexpr int64_t NARROW_PART = 512;       // the same, if rows are converted to
 constexpr int64_t SHARE = 16 * MOST_ROWS;  // rows of a block: those that one work item of a layer computes
 
 static inline bool is_bf16(const SpOp &op) { return op.type == SP_BF16 || op.type == SP_BF12; }
+static inline bool takes_pairs(const SpOp &op, const SpSums &sums) { return is_bf16(op) && sums.pairs && !(op.flags & SP_ALIKE); }
 static inline int64_t scales_of(const SpOp &op) { return is_grouped(op.type) ? groups_of(op.k) : 0; }
 static inline int64_t offsets_of(const SpOp &op) { return is_grouped(op.type) ? offsets_of(op.type, op.k) : 0; }
 
@@ -35,7 +36,7 @@ struct Tiles {
     if (!is_float(op) && is_bf16(op) && !sums.tile) narrowed.resize(rows * dwords_of(op));
   }
 
-  bool is_float(const SpOp &op) const { return is_bf16(op) ? !sums.pairs : !is_grouped(op.type); }
+  bool is_float(const SpOp &op) const { return is_bf16(op) ? !takes_pairs(op, sums) : !is_grouped(op.type); }
   bool is_packed(const SpOp &op, int64_t rows) const { return !is_float(op) || rows > 1; }
   bool stays_rows(const SpOp &op) const { return is_bf16(op) && sums.pairs && sums.tile; }
 
@@ -146,8 +147,8 @@ struct Panels {
 static void sum_panel(const SpOp &op, const SpSums &of, int64_t index, const Rows &rows, float *sums) {
   const char *panel = (const char *)op.weight + index * (op.type == SP_BF12 ? (int64_t)SP_INDEX_BYTES : bytes_of_panel(op.type, op.k));
   if (is_grouped(op.type)) return of.groups[op.type - SP_INT8](panel, rows, op.k, sums);
-  if (is_bf16(op) && of.pairs) return of.pairs[op.type == SP_BF12](panel, rows, op.k, sums);
-  of.floats[op.type == SP_FP8 ? SP_BF12 + 1 : op.type](panel, rows, op.k, sums);
+  if (takes_pairs(op, of)) return of.pairs[op.type == SP_BF12](panel, rows, op.k, sums);
+  (of.quick && !(op.flags & SP_ALIKE) ? of.quick : of.floats)[op.type == SP_FP8 ? SP_BF12 + 1 : op.type](panel, rows, op.k, sums);
 }
 
 // Multiply a panel (gate and up for a gated layer) by the rows of a block.
