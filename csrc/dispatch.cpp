@@ -7,6 +7,9 @@ namespace avx2 { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS
 namespace avx512 { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
 namespace avx512vnni { extern const SpSum GROUPS[]; }  // the instruction adds products of integers, and nothing else differs
 namespace avx512bf16 { extern const SpSum FLOATS[]; }  // this one multiplies pairs of bfloat16
+namespace neon { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
+namespace neondot { extern const SpSum GROUPS[]; }  // products of signed integers
+namespace neoni8mm { extern const SpSum GROUPS[]; }  // products of unsigned and signed ones
 
 static const struct {
   const char *name;
@@ -25,6 +28,15 @@ static const struct {
 #endif
 #if defined(SP_WITH_AVX2)
     {"avx2", &avx2::TABLE, {avx2::FLOATS, nullptr, avx2::GROUPS}, has_avx2},
+#endif
+#if defined(SP_WITH_NEONI8MM)
+    {"neoni8mm", &neon::TABLE, {neon::FLOATS, nullptr, neoni8mm::GROUPS}, has_neoni8mm},
+#endif
+#if defined(SP_WITH_NEONDOT)
+    {"neondot", &neon::TABLE, {neon::FLOATS, nullptr, neondot::GROUPS}, has_neondot},
+#endif
+#if defined(SP_WITH_NEON)
+    {"neon", &neon::TABLE, {neon::FLOATS, nullptr, neon::GROUPS}, has_neon},
 #endif
 #if defined(SP_WITH_PORTABLE)
     {"portable", &portable::TABLE, {portable::FLOATS, nullptr, portable::GROUPS}, always},

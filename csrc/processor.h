@@ -1,6 +1,12 @@
 // Whether this processor has an instruction set.
 #pragma once
 
+#if defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
 static inline bool always() { return true; }
 
 #if defined(__x86_64__)
@@ -15,6 +21,30 @@ static inline bool has_avx512bf16() {
   return has_avx512vnni();
 #elif defined(SP_KNOWS_AVX512BF16)  // the compiler
   return has_avx512vnni() && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+#endif
+
+#if defined(__aarch64__)
+#if defined(__APPLE__)
+static inline bool has_feature(const char *name) {
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname(name, &has, &size, nullptr, 0) == 0 && has;
+}
+static inline bool has_neon() { return true; }
+static inline bool has_neondot() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+static inline bool has_i8mm() { return has_feature("hw.optional.arm.FEAT_I8MM"); }
+#else  // bits as Linux gives them: older headers have no names for them
+static inline bool has_neon() { return getauxval(AT_HWCAP) >> 1 & 1; }
+static inline bool has_neondot() { return has_neon() && getauxval(AT_HWCAP) >> 20 & 1; }
+static inline bool has_i8mm() { return getauxval(AT_HWCAP2) >> 13 & 1; }
+#endif
+static inline bool has_neoni8mm() {
+#if defined(SP_KNOWS_NEONI8MM)  // the compiler
+  return has_neondot() && has_i8mm();
 #else
   return false;
 #endif
