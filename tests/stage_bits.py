@@ -33,7 +33,6 @@ from speculant.kernels import (
     Type,
 )
 from speculant.models import ROUNDED, ROUNDINGS, Norm, PackedNorm, gating, linear, normalising
-from tests.contracts import test_native_descriptions as descriptions, test_native_state_models as states
 from tests.contracts.test_native_rounding import EXTREMES, WEIGHTS
 from tests.exactness.test_native_decoder import CACHES, VARIANTS, feed, make_decoder, packed, tokens_of
 from tests.native import inputs_of, look_up, on, pack, random, run
@@ -160,14 +159,22 @@ def models(kernels: Kernels, variant: str) -> Results:
         yield feed(model, CACHES["paged"](model.cache_shape), 1, tokens, [500, 70, 5, 2, 1, 1, 61])
 
 
-def described(kernels: Kernels, of: Any) -> Results:
-    """Yield what models of random descriptions compute, and what they draw as drafts."""
-    describe = of.describe if of is states else of.random_description
+def descriptions(kernels: Kernels) -> Results:
+    """Yield what models of random descriptions compute."""
+    from tests.contracts import test_native_descriptions as own  # here, because the import takes long in an emulator
+
     for seed in range(DESCRIBED):
-        _, model = of.make_models(describe(seed), kernels.isa, 1)
-        yield from tensors(of.passes(model, 40, 30))
-        if of is states:
-            yield from tensors(states.drawn(model, seed))
+        _, model = own.make_models(own.random_description(seed), kernels.isa, 1)
+        yield from tensors(own.passes(model, 40, 30))
+
+
+def states(kernels: Kernels) -> Results:
+    """Yield what models with states compute, and their drafts."""
+    from tests.contracts import test_native_state_models as own
+
+    for seed in range(DESCRIBED):
+        _, model = own.make_models(own.describe(seed), kernels.isa, 1)
+        yield from tensors([own.passes(model, 40, 30), own.drawn(model, seed)])
 
 
 STAGES: dict[str, Callable[[Kernels], Results]] = {
@@ -175,8 +182,7 @@ STAGES: dict[str, Callable[[Kernels], Results]] = {
     **{f"rounding {type_.name}": lambda kernels, type_=type_: rounding(kernels, type_) for type_ in ROUNDED},  # type: ignore[misc]
     "norms": norms, "activations": activations, "draws": draws,
     **{f"model {name}": lambda kernels, name=name: models(kernels, name) for name in VARIANTS},  # type: ignore[misc]
-    "descriptions": lambda kernels: described(kernels, descriptions),
-    "states": lambda kernels: described(kernels, states),
+    "descriptions": descriptions, "states": states,
 }  # fmt: skip
 
 
