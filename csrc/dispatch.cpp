@@ -10,6 +10,9 @@ namespace avx512 { extern const SpTable TABLE; extern const SpSum FLOATS[], GROU
 namespace avx512vnni { extern const SpSum GROUPS[]; }  // the same
 namespace avx512bf16 { extern const SpSum FLOATS[]; }  // this one multiplies pairs of bfloat16
 namespace amx { extern const SpSum FLOATS[], GROUPS[]; }  // tiles, for pairs of bfloat16 and for several rows of integers
+namespace neon { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
+namespace neondot { extern const SpSum GROUPS[]; }  // products of signed integers
+namespace neoni8mm { extern const SpSum GROUPS[]; }  // products of unsigned and signed ones
 
 static const struct {
   const char *name;
@@ -37,6 +40,15 @@ static const struct {
 #endif
 #if defined(SP_WITH_AVX2)
     {"avx2", &avx2::TABLE, {avx2::FLOATS, nullptr, avx2::GROUPS}, has_avx2, true},
+#endif
+#if defined(SP_WITH_NEONI8MM)
+    {"neoni8mm", &neon::TABLE, {neon::FLOATS, nullptr, neoni8mm::GROUPS}, has_neoni8mm, true},
+#endif
+#if defined(SP_WITH_NEONDOT)
+    {"neondot", &neon::TABLE, {neon::FLOATS, nullptr, neondot::GROUPS}, has_neondot, true},
+#endif
+#if defined(SP_WITH_NEON)
+    {"neon", &neon::TABLE, {neon::FLOATS, nullptr, neon::GROUPS}, has_neon, true},
 #endif
 #if defined(SP_WITH_PORTABLE)
     {"portable", &portable::TABLE, {fused::FLOATS, nullptr, portable::GROUPS, 0, portable::FLOATS}, always, true},

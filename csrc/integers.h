@@ -93,9 +93,9 @@ static inline __attribute__((always_inline)) Ints load_integers(const char *weig
   return integers;
 }
 
-// Bytes are multiplied by int8, four products in each dword. With VNNI they are summed in 32 bits at once. Without it, sums of pairs have 16
-// bits: those of fitting(BITS) steps are exact. Integers of 8 bits are then multiplied in two parts of 4 bits.
-#if defined(SP_VNNI) || defined(SP_PORTABLE)
+// Bytes are multiplied by int8, four products in each dword. With VNNI, or ARM's dot products, they are summed in 32 bits at once. Without
+// these, sums of pairs have 16 bits: those of fitting(BITS) steps are exact. Integers of 8 bits are then multiplied in two parts of 4 bits.
+#if defined(SP_VNNI) || defined(SP_DOT) || defined(SP_PORTABLE)
 constexpr bool SHORTS = false;
 #else
 constexpr bool SHORTS = true;
@@ -132,7 +132,7 @@ static inline __attribute__((always_inline)) void unrolled(Work work) {
 }
 
 // sums[ROWS][VECS] += products of steps FIRST .. END - 1. weights(step, part, v): vector v of a part of the weights. x: [ROWS][GROUP].
-#if defined(SP_VNNI) || defined(SP_PORTABLE)
+#if defined(SP_VNNI) || defined(SP_DOT) || defined(SP_PORTABLE)
 template <int BITS, int ROWS, int FIRST, int END, typename Weights>
 static inline __attribute__((always_inline)) void add_products(Weights weights, const char *x, Ints sums[ROWS][VECS]) {
   unrolled<FIRST, END>([&](auto step) __attribute__((always_inline)) {
@@ -140,7 +140,7 @@ static inline __attribute__((always_inline)) void add_products(Weights weights, 
     for (int v = 0; v < VECS; v++) w[v] = weights(step, Number<0>(), v);
     for (int r = 0; r < ROWS; r++) {
       const Ints four = splat_dword(x + r * GROUP + 4 * step.value);
-      for (int v = 0; v < VECS; v++) sums[r][v] = add_four(sums[r][v], w[v], four);
+      for (int v = 0; v < VECS; v++) sums[r][v] = add_four_of<BITS>(sums[r][v], w[v], four);
     }
   });
 }

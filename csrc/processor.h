@@ -1,6 +1,12 @@
 // Whether this processor has an instruction set. With SP_MODELS, some sets need fewer instructions: see CMakeLists.txt.
 #pragma once
 
+#if defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
 static inline bool always() { return true; }
 
 #if defined(__x86_64__)
@@ -46,6 +52,30 @@ static inline bool has_amx() {
   constexpr unsigned BFLOAT16 = 1u << 22, TILES = 1u << 24, INT8 = 1u << 25, ALL = BFLOAT16 | TILES | INT8;
   unsigned a, b, c, d = 0;
   return has_avx512vnni() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & ALL) == ALL && !syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
+#else
+  return false;
+#endif
+}
+#endif
+
+#if defined(__aarch64__)
+#if defined(__APPLE__)
+static inline bool has_feature(const char *name) {
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname(name, &has, &size, nullptr, 0) == 0 && has;
+}
+static inline bool has_neon() { return true; }
+static inline bool has_neondot() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+static inline bool has_i8mm() { return has_feature("hw.optional.arm.FEAT_I8MM"); }
+#else  // bits as Linux gives them: older headers have no names for them
+static inline bool has_neon() { return getauxval(AT_HWCAP) >> 1 & 1; }
+static inline bool has_neondot() { return has_neon() && getauxval(AT_HWCAP) >> 20 & 1; }
+static inline bool has_i8mm() { return getauxval(AT_HWCAP2) >> 13 & 1; }
+#endif
+static inline bool has_neoni8mm() {
+#if defined(SP_KNOWS_NEONI8MM)  // the compiler
+  return has_neondot() && has_i8mm();
 #else
   return false;
 #endif

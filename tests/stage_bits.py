@@ -1,0 +1,209 @@
+"""Digests of what native kernels compute, stage by stage, to compare instruction sets of different processors.
+
+    python -m tests.stage_bits SET ...           prints them as JSON
+    python -m tests.stage_bits --integers SET    those of weights of integers alone
+
+Random numbers and angles of torch depend on the processor, so others take their place. The bits of a NaN do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speculant.kernels import (
+    BLOCK_SIZES,
+    Activation,
+    Flag,
+    Kernels,
+    NativeSampler,
+    Op,
+    Pass,
+    RowDraw,
+    SamplingSettings,
+    Type,
+)
+from speculant.models import ROUNDED, ROUNDINGS, Norm, PackedNorm, gating, linear, normalising
+from tests.contracts.test_native_rounding import EXTREMES, WEIGHTS
+from tests.exactness.test_native_decoder import CACHES, VARIANTS, feed, make_decoder, packed, tokens_of
+from tests.native import inputs_of, look_up, on, pack, random, run
+
+ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 17, 70)
+DESCRIBED = 10  # random descriptions of models
+Results = Iterator[Tensor]
+
+
+def even_randn(*shape: Any, generator: torch.Generator | None = None, **_: Any) -> Tensor:
+    """Return numbers that are about normal, from whole ones: the same on every processor."""
+    size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    whole = sum(torch.randint(-(2**20), 2**20, tuple(size), generator=generator) for _ in range(4))
+    return whole.float() / 2**20  # type: ignore[union-attr]
+
+
+def rounded(function: Callable[[Any], Any]) -> Callable[[Tensor], Tensor]:
+    """Return a function of tensors that is computed in float64 and rounded."""
+    return lambda x: torch.from_numpy(function(x.double().numpy())).to(x.dtype)
+
+
+def tensors(of: object) -> Results:
+    """Find the tensors in nested sequences."""
+    if isinstance(of, Tensor):
+        yield of
+    elif isinstance(of, tuple | list):
+        for each in of:
+            yield from tensors(each)
+    elif of is not None:
+        yield torch.tensor(of)
+
+
+def digest(results: Results) -> str:
+    """Return a digest of results, in which all NaN are equal."""
+    found = hashlib.sha256()
+    for result in results:
+        own = torch.where(result.isnan(), math.nan, result) if result.is_floating_point() else result
+        found.update(str(tuple(own.shape)).encode() + own.contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def inputs(rows: int, k: int) -> Tensor:
+    """Return rows of x, the last of which have extreme numbers."""
+    x = random(rows, k, seed=rows)
+    for place, factor in enumerate((1e30, 1e-39, 0.0, math.inf, math.nan)):
+        if rows > 7:
+            x[-1 - place, :: 1 + 40 * (place == 3)] *= factor
+    return x
+
+
+def weights(kernels: Kernels, type_: Type) -> Results:
+    """Yield the results of layers, and the weights themselves."""
+    k = inputs_of(type_, 600)
+    weight, gated = pack(kernels, type_, 70, k, extreme=0.1), pack(kernels, type_, 70, k, 3, 4)
+    for rows in ROWS:
+        yield run(kernels, weight, inputs(rows, k), random(70))
+        yield run(kernels, gated, inputs(rows, k), flags=Flag.GATED)
+    yield look_up(kernels, weight)
+
+
+def rounding(kernels: Kernels, type_: Type) -> Results:
+    """Yield blocks."""
+    for change in (*WEIGHTS.values(), *EXTREMES.values()):
+        yield kernels.round(type_, change(random(7, 480)))
+
+
+def norms(kernels: Kernels) -> Results:
+    """Yield normed rows of many widths."""
+    for norm in (Norm(1e-6), Norm(1e-5, "layer", bias=True)):
+        for width in (*range(1, 70), 100, 511, 2048):
+            x, scale, out = random(3, width, seed=width), random(width, seed=1), torch.empty(3, width)
+            own = PackedNorm(norm, scale, random(width, seed=2) if norm.bias else None)
+            kernels.run((Op * 1)(normalising(own, x, out)), Pass(rows=3))
+            yield out
+
+
+def activations(kernels: Kernels) -> Results:
+    """Yield results of each activation and of a soft cap, from numbers of all sizes."""
+    small = torch.from_numpy(10.0 ** np.linspace(-38, 38, 4000)).float()
+    x = torch.cat([torch.arange(-20_000, 20_001) / 160, small, -small, torch.tensor([math.inf, -math.inf, math.nan])])
+    for activation in Activation:
+        if activation:
+            out = x.flip(0).contiguous()
+            op = gating(x, out, len(x), activation)
+            op.factor, op.softcap = (1.7, 7.0) if activation == Activation.CLAMPED else (0.0, 0.0)
+            kernels.run((Op * 1)(op), Pass(rows=1))
+            yield out
+    one, capped = kernels.pack(Type.F32, torch.ones(1, 1)), torch.empty(len(x), 1)
+    kernels.run((Op * 1)(linear(one, x[:, None].contiguous(), capped, softcap=30.0)), Pass(rows=len(x)))
+    yield capped
+
+
+def draws(kernels: Kernels) -> Results:
+    """Yield distributions and tokens that are drawn from them."""
+    settings = [
+        SamplingSettings(1.0), SamplingSettings(0.6, top_p=0.9), SamplingSettings(1.3, min_p=0.02),
+        SamplingSettings(0.0), SamplingSettings(0.9, top_p=0.8, min_p=0.01, top_k=40),
+    ]  # fmt: skip
+    sampler = NativeSampler(kernels)
+    for size in (1, 7, 100, 4096, 4109, 9001):
+        probs = kernels.probs(random(len(settings), size, seed=size, scale=4.0), settings).clone()
+        yield probs
+        yield sampler.normalise(probs[0] * 3)
+        yield torch.tensor(
+            sampler.draw_rows(
+                probs,
+                [RowDraw(row, noise, 2**50 * key + 1) for row in range(5) for noise in (0, 1) for key in range(40)],
+            )
+        )
+
+
+def models(kernels: Kernels, variant: str) -> Results:
+    """Yield logits of a model: rotations, attention, experts, and the cache in all types."""
+    integers = ROUNDINGS["int8" if variant == "odd" else "int4"]
+    for dtype, quantization, coded in (
+        (torch.float32, None, False),
+        (torch.bfloat16, None, True),
+        (torch.int8, integers, False),
+    ):
+        model = packed(make_decoder(torch.bfloat16, **VARIANTS[variant]), kernels, quantization, coded).storing_keys_as(
+            dtype
+        )
+        tokens = tokens_of(1, model.vocab_size)
+        yield feed(model, CACHES["paged"](model.cache_shape), 1, tokens, [500, 70, 5, 2, 1, 1, 61])
+
+
+def descriptions(kernels: Kernels) -> Results:
+    """Yield what models of random descriptions compute."""
+    from tests.contracts import test_native_descriptions as own  # here, because the import takes long in an emulator
+
+    for seed in range(DESCRIBED):
+        _, model = own.make_models(own.random_description(seed), kernels.isa, 1)
+        yield from tensors(own.passes(model, 40, 30))
+
+
+def states(kernels: Kernels) -> Results:
+    """Yield what models with states compute, and their drafts."""
+    from tests.contracts import test_native_state_models as own
+
+    for seed in range(DESCRIBED):
+        _, model = own.make_models(own.describe(seed), kernels.isa, 1)
+        yield from tensors([own.passes(model, 40, 30), own.drawn(model, seed)])
+
+
+STAGES: dict[str, Callable[[Kernels], Results]] = {
+    **{f"weights {type_.name}": lambda kernels, type_=type_: weights(kernels, type_) for type_ in Type},  # type: ignore[misc]
+    **{f"rounding {type_.name}": lambda kernels, type_=type_: rounding(kernels, type_) for type_ in ROUNDED},  # type: ignore[misc]
+    "norms": norms, "activations": activations, "draws": draws,
+    **{f"model {name}": lambda kernels, name=name: models(kernels, name) for name in VARIANTS},  # type: ignore[misc]
+    "descriptions": descriptions, "states": states,
+}  # fmt: skip
+
+
+@torch.inference_mode()
+def digests(isa: str, integers: bool = False) -> dict[str, str]:
+    """Return the digests of an instruction set, by stage; or of weights of integers alone."""
+    torch.randn = even_randn
+    for name in ("cos", "sin", "log"):
+        setattr(Tensor, name, rounded(getattr(np, name)))
+        setattr(torch, name, rounded(getattr(np, name)))
+    kernels, found = on(isa, 1), dict[str, str]()
+    chosen = [f"weights {type_.name}" for type_ in (*BLOCK_SIZES, Type.INT8)] if integers else list(STAGES)
+    for name in chosen:
+        found[name] = digest(STAGES[name](kernels))
+        print(f"{isa}, {name}: {found[name]}", file=sys.stderr, flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sets", nargs="+")
+    parser.add_argument("--integers", action="store_true")
+    arguments = parser.parse_args()
+    print(json.dumps({isa: digests(isa, arguments.integers) for isa in arguments.sets}))
