@@ -66,11 +66,9 @@ def powers(base: Tensor | float, exponents: Tensor) -> Tensor:
 
 
 def cosines_and_sines(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines in float32 of angles up to 2^25; on other devices than the CPU, torch's."""
-    if angles.device.type != "cpu":
-        return angles.cos().float(), angles.sin().float()
-    out = torch.empty(2, angles.numel(), dtype=torch.float32)
-    for some, part in zip(angles.reshape(-1).split(PART), out.split(PART, dim=1), strict=True):
+    """Return the cosines and sines in float32 of angles up to 2^25."""
+    out = torch.empty(2, angles.numel(), dtype=torch.float32, device=angles.device)
+    for some, part in zip(torch.split(angles.reshape(-1), PART), torch.split(out, PART, dim=1), strict=True):
         part[0], part[1] = _cosine_and_sine(some.double())
     cosines, sines = out.view(2, *angles.shape)
     return cosines, sines

@@ -29,13 +29,21 @@ class Rotary:
         return len(self._exponents)
 
     def angles(self, positions: Tensor, dtype: torch.dtype, long: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [T, 1, dims] for positions [T], computed in float32, cast to dtype.
+        """Return cos and sin [T, 1, dims] for positions [T], computed in float32 as in transformers, cast to dtype.
 
         long [T]: whether a row belongs to a text that is longer than the original context; None = no row does.
         """
-        of_pairs = cosines_and_sines(positions[:, None].float() * self._frequencies_of(positions, long))
-        cosines, sines = (torch.cat((table, table), dim=-1)[:, None, :] for table in of_pairs)
-        return (cosines * self._config.scale).to(dtype), (sines * self._config.scale).to(dtype)
+        angle = self._angles(positions, long)
+        angle = torch.cat((angle, angle), dim=-1)[:, None, :]
+        return (angle.cos() * self._config.scale).to(dtype), (angle.sin() * self._config.scale).to(dtype)
+
+    def tables(self, positions: Tensor, long: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [T, pairs] in float32 with the same bits on every machine; see `angles`."""
+        cosines, sines = cosines_and_sines(self._angles(positions, long))
+        return cosines * self._config.scale, sines * self._config.scale
+
+    def _angles(self, positions: Tensor, long: Tensor | None) -> Tensor:
+        return positions[:, None].float() * self._frequencies_of(positions, long)
 
     def query_factors(self, positions: Tensor) -> Tensor | None:
         """Return the factors [T] of queries at positions [T], in float32; None = all are 1."""

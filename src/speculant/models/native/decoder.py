@@ -65,7 +65,6 @@ from speculant.models.heads import HeadConfig, HeadHost, StateEntry
 from speculant.models.native.likely import LEAST_VOCABULARY, LikelyPanels
 from speculant.models.native.packed import PackedDecoder, embedding, linear
 from speculant.models.native.program import Buffers, EncoderProgram, NativeLinears, Program, SourceKeys, scratch_bytes
-from speculant.models.positions import Rotary
 from speculant.models.reference import needs_of, rotaries, spread
 from speculant.models.sizes import cache_shape, relative_reads, tensor_shapes
 from speculant.models.weights.cache import WeightStore
@@ -106,19 +105,13 @@ class AngleTables:
         at, long = torch.arange(positions), None
         if self._restarts:
             at, long = at.repeat(2), torch.arange(2 * positions) >= positions
-        both = [_halves(rotary, at, long) for rotary in self._rotaries]
+        both = [rotary.tables(at, long) for rotary in self._rotaries]
         factors = [rotary.query_factors(at) for rotary in self._rotaries]
         self.tensors = [table for of_one in both for table in of_one] + [each for each in factors if each is not None]
         cosines, sines = (array("Q", [of_one[i].data_ptr() for of_one in both]) for i in (0, 1))
         scaling = array("Q", [0 if each is None else each.data_ptr() for each in factors])
         self._pointers, self.cosines, self.sines = (cosines, sines, scaling), address(cosines), address(sines)
         self.factors = address(scaling) if any(scaling) else None
-
-
-def _halves(rotary: Rotary, at: Tensor, long: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [rows, rotated / 2]; the other halves are equal to them."""
-    cosines, sines = (table[:, 0].chunk(2, dim=1)[0].contiguous() for table in rotary.angles(at, torch.float32, long))
-    return cosines, sines
 
 
 def next_power(positions: int) -> int:
