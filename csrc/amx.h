@@ -38,7 +38,7 @@ struct TileModel {
   // Returns the rows of a sum, if the three tiles fit one another.
   int rows_of(int sum, int x, int w) const {
     need(shapes.palette == 1 && shapes.rows[sum] && shapes.rows[sum] == shapes.rows[x]);
-    need(shapes.bytes[sum] == shapes.bytes[w] && shapes.bytes[x] == 4 * shapes.rows[w]);
+    need(shapes.bytes[sum] == VECTOR_BYTES && shapes.bytes[w] == VECTOR_BYTES && shapes.bytes[x] == 4 * shapes.rows[w]);
     return shapes.rows[sum];
   }
 };
@@ -68,15 +68,16 @@ template <int TILE, int TIMES = 1> static inline void store_tile(void *to, int64
 // x is int8; w is int8 if SIGNED, else uint8. The sums are int32.
 template <bool SIGNED, int SUM, int X, int W> static inline void multiply_bytes() {
   TileModel &own = tile_model();
-  for (int m = 0; m < own.rows_of(SUM, X, W); m++)
-    for (int b = 0; b < own.shapes.bytes[X]; b++)
-      for (int n = 0; n < own.shapes.bytes[SUM] / 4; n++) {
-        const uint8_t stored = own.at[W][b / 4][4 * n + b % 4];
-        int32_t sum;
-        memcpy(&sum, own.at[SUM][m] + 4 * n, 4);
-        sum += (int8_t)own.at[X][m][b] * (SIGNED ? (int8_t)stored : (int)stored);
-        memcpy(own.at[SUM][m] + 4 * n, &sum, 4);
-      }
+  const int rows = own.rows_of(SUM, X, W);
+  for (int m = 0; m < rows; m++) {
+    Ints sum = load_ints(own.at[SUM][m]);
+    for (int j = 0; j < own.shapes.rows[W]; j++) {
+      const Ints x = splat_dword(own.at[X][m] + 4 * j), w = load_ints(own.at[W][j]), half = splat_byte(0x80);
+      sum = add_four(sum, SIGNED ? bits_xor(w, half) : w, x);
+      if (SIGNED) sum = sub_ints(sum, add_four(splat_ints(0), half, x));  // 128 was added to each number of w
+    }
+    store_ints(own.at[SUM][m], sum);
+  }
 }
 
 // The sum of a row and a column: fused products of the first numbers of all pairs, in order, from 0 on; the same of the second ones; and
@@ -98,7 +99,6 @@ static __attribute__((noinline)) void add_pairs_model(TileModel &own, int rows, 
 template <int SUM, int X, int W> static inline void multiply_pairs() {
   TileModel &own = tile_model();
   const int rows = own.rows_of(SUM, X, W);
-  own.need(own.shapes.bytes[SUM] == VECTOR_BYTES);
   const unsigned before = _mm_getcsr();
   _mm_setcsr((before & ~_MM_ROUND_MASK) | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
   add_pairs_model(own, rows, SUM, X, W);

@@ -446,7 +446,11 @@ struct Chunk {
         store_ints(integers[groups][v][S], FORM.offset ? sub_bytes(w, splat_byte((uint8_t)FORM.offset)) : w);
       }
     });
-    for (int v = 0; v < VECS; v++) scale[groups][v] = its_scale[v], second[groups][v] = its_second[v];
+    constexpr Scaling HOW(FORM);
+    for (int v = 0; v < VECS; v++) {
+      if (HOW.scale) scale[groups][v] = its_scale[v];
+      if (HOW.zero || HOW.minimum || HOW.halved) second[groups][v] = its_second[v];
+    }
     groups++;
   }
 };
