@@ -351,6 +351,9 @@ constexpr int ROWS_AT_ONCE = 1, FEW_ROWS = 1;
 constexpr int ROWS_AT_ONCE = REGISTERS == 32 ? 4 : 3;  // their sums and a step of weights fit in the registers
 constexpr int FEW_ROWS = 5;                            // these or fewer need no decoded copy, though not all sums fit
 #endif
+// More of those few are summed in two halves, each of which decodes a group: where one instruction adds a product and registers are few,
+// this takes less time than to spill the sums.
+constexpr int MOST_SUMMED = !SHORTS && REGISTERS == 16 ? 4 : FEW_ROWS;
 
 // The same for rows `row` .. rows - 1 and a group that is decoded. Not inlined, so that the sums stay in the registers.
 template <int BITS, int SCALING>
@@ -393,14 +396,20 @@ static inline __attribute__((always_inline)) void each_group_of(const char *pane
   });
 }
 
-// sums[ROWS][WIDTH]: each group is decoded in the registers.
+// sums[ROWS][WIDTH]: each group is decoded in the registers, once for up to MOST_SUMMED rows.
 template <int TYPE, int ROWS>
 static void sum_few(const char *panel, const Rows &given, int64_t k, float *sums) {
   Vec total[ROWS][VECS];
   clear<ROWS>(total);
   GroupRows x = {(const char *)given.dwords, given.scales, given.offsets, ROWS};
   each_group_of<TYPE>(panel, GroupLayout(TYPE, k), [&](const GroupAt &group, const Vec *scale, const Vec *second) __attribute__((always_inline)) {
-    add_first<TYPE, ROWS, false>(group, nullptr, x, scale, second, total);
+    constexpr int FIRST = ROWS <= MOST_SUMMED ? ROWS : (ROWS + 1) / 2;
+    add_first<TYPE, FIRST, false>(group, nullptr, x, scale, second, total);
+    if constexpr (FIRST < ROWS) {
+      asm volatile("" ::: "memory");  // else gcc keeps the decoded integers, in too many registers
+      const GroupRows rest = {x.x + FIRST * GROUP, x.scales + FIRST, x.offsets + FIRST, ROWS};
+      add_first<TYPE, ROWS - FIRST, false>(group, nullptr, rest, scale, second, total + FIRST);
+    }
     x.x += GROUP * ROWS, x.scales += ROWS, x.offsets += form_of(TYPE).is_halved() ? 2 * ROWS : ROWS;
   });
   put_acc<ROWS>(total, sums);

@@ -1,4 +1,4 @@
-// Whether this processor has an instruction set.
+// Whether this processor has an instruction set. With SP_MODELS, some sets need fewer instructions: see CMakeLists.txt.
 #pragma once
 
 #if defined(__aarch64__) && defined(__APPLE__)
@@ -10,19 +10,32 @@
 static inline bool always() { return true; }
 
 #if defined(__x86_64__)
+#include <cpuid.h>
+
+// A bit of EAX in CPUID's leaf 7, subleaf 1: compilers need not know the instruction's name.
+static inline bool has_bit(int bit) {
+  unsigned a = 0, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> bit & 1;
+}
+
 static inline bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+static inline bool has_avxvnni() {
+#if defined(SP_MODELS)
+  return has_avx2();
+#else
+  return has_avx2() && has_bit(4);
+#endif
+}
 static inline bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 static inline bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 static inline bool has_avx512bf16() {
-#if defined(SP_BF16_MODEL)
+#if defined(SP_MODELS)
   return has_avx512vnni();
-#elif defined(SP_KNOWS_AVX512BF16)  // the compiler
-  return has_avx512vnni() && __builtin_cpu_supports("avx512bf16");
 #else
-  return false;
+  return has_avx512vnni() && has_bit(5);
 #endif
 }
 #endif

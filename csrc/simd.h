@@ -139,7 +139,7 @@ static inline Vec flush(Vec v) {
 // nearest even, and subnormal numbers count as zeros. The model follows Intel's manual on VDPBF16PS, for tests on processors
 // without it.
 static inline Vec add_pairs(Vec sum, Ints w, Ints x) {
-#if defined(SP_BF16_MODEL)
+#if defined(SP_MODELS)
   sum = flush(fma(flush(high_bf16(w)), flush(high_bf16(x)), flush(sum)));
   return flush(fma(flush(low_bf16(w)), flush(low_bf16(x)), sum));
 #else
@@ -246,9 +246,14 @@ static inline Ints slots_of(Ints v) {
 }
 static inline Ints pick_equal(Ints found, Ints a, Ints b, Ints other) { return _mm256_blendv_epi8(found, other, _mm256_cmpeq_epi8(a, b)); }
 static inline Ints add_four(Ints sum, Ints w, Ints x) {
+#if defined(SP_VNNI) && !defined(SP_MODELS)
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));  // not AVX-512's; see fma_into
+  return sum;
+#else
   const Ints even = _mm256_and_si256(w, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(w, 8);
   const Ints x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), x_odd = _mm256_srai_epi16(x, 8);
   return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(even, x_even), _mm256_madd_epi16(odd, x_odd)));
+#endif
 }
 static inline Ints pair_products(Ints w, Ints x) { return _mm256_maddubs_epi16(w, x); }
 static inline Ints add_shorts(Ints a, Ints b) {

@@ -228,6 +228,7 @@ extern int64_t sp_group_streams;
  * weights are packed for one set and only that set can read them. */
 const char *sp_name(int set);
 int sp_usable(int set);                      /* whether this processor has it */
+int sp_measured(int set);                    /* whether its speed was ever measured; if not, it is used only if it is named */
 
 int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k);
 /* Pack weights [n, k] as `type`. `source`: SP_F32 or SP_BF16 for SP_F32 and SP_BF16; SP_F16 for SP_F16; or the type

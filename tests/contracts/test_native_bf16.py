@@ -1,6 +1,6 @@
 """Pairs of bfloat16 are multiplied as the instruction's manual has it: on AVX512-BF16, or on a model of it.
 
-The model (`make bf16-model`) is the manual's bit for bit. A processor may round otherwise: its rows are as
+The model (`make models`) is the manual's bit for bit. A processor may round otherwise: its rows are as
 invariant and as near to the reference (test_native_kernels.py). Without either, everything is skipped.
 """
 
