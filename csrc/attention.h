@@ -503,7 +503,7 @@ static inline void score_tile(const Query *queries, const float *transposed, int
 }
 
 // Replace the scores of the keys that each query sees by softmax weights, and rescale the softmaxes to the new maxima. Vectors of scores
-// before `first` and from `end` on are not used. Each step is a loop over queries, because the steps of a single one wait for one another.
+// before `first` and from `end` on, which begin a sum over lanes anew, are not used. Each step is a loop over queries, because the steps of a single one wait for one another.
 template <int COUNT>
 static inline void weigh_tile(float *scores, const Query *queries, int first, int end, int64_t padded) {
   float maximum[COUNT];
@@ -534,9 +534,11 @@ static inline void weigh_tile(float *scores, const Query *queries, int first, in
       softmax.sum() *= before;
       softmax.maximum() = maximum[q];
     }
-    Vec sum = zero();
-    for (int v = first; v < end; v++) sum = add(sum, load(scores + q * TILE + v * LANES));
-    softmax.sum() += sum_lanes(sum);
+    Vec sums[SUMS];
+    for (Vec &sum : sums) sum = zero();
+    for (int v = first; v < end; v += SUMS)
+      for (int s = 0; s < SUMS; s++) sums[s] = add(sums[s], load(scores + q * TILE + (v + s) * LANES));
+    softmax.sum() += sum_all(sums);
   }
 }
 
@@ -640,7 +642,7 @@ static void attend_tile(const SpOp &op, const Query *queries, const KeyTile &til
     if (queries[q].low < low) low = queries[q].low;
     if (queries[q].high > high) high = queries[q].high;
   }
-  const int first = (int)(low / LANES), end = (int)((high + LANES - 1) / LANES);
+  const int first = (int)(low / SUMMED) * SUMS, end = (int)((high + SUMMED - 1) / SUMMED) * SUMS;
   if (tile.pairs)
     score_tile<COUNT, true>(queries, tile.transposed, op.dim, tile.score_factors, first, end, prefetcher, scores);
   else

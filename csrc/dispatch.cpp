@@ -3,11 +3,13 @@
 #include "table.h"
 
 namespace portable { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
+namespace fused { extern const SpSum FLOATS[]; }  // portable::FLOATS, where products are not rounded before they are added
 namespace avx2 { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
 namespace avxvnni { extern const SpSum GROUPS[]; }  // the instruction adds products of integers, and nothing else differs
 namespace avx512 { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
 namespace avx512vnni { extern const SpSum GROUPS[]; }  // the same
 namespace avx512bf16 { extern const SpSum FLOATS[]; }  // this one multiplies pairs of bfloat16
+namespace amx { extern const SpSum FLOATS[], GROUPS[]; }  // tiles, for pairs of bfloat16 and for several rows of integers
 namespace neon { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
 namespace neondot { extern const SpSum GROUPS[]; }  // products of signed integers
 namespace neoni8mm { extern const SpSum GROUPS[]; }  // products of unsigned and signed ones
@@ -21,6 +23,11 @@ static const struct {
   // better claim there.
   bool measured;
 } SETS[] = {
+#if defined(SP_WITH_AMX) && defined(SP_MODELS)
+    {"amx", &avx2::TABLE, {avx2::FLOATS, amx::FLOATS, amx::GROUPS, 16}, has_amx, false},
+#elif defined(SP_WITH_AMX)
+    {"amx", &avx512::TABLE, {avx512::FLOATS, amx::FLOATS, amx::GROUPS, 16}, has_amx, false},
+#endif
 #if defined(SP_WITH_AVX512BF16)
     {"avx512bf16", &avx512::TABLE, {avx512::FLOATS, avx512bf16::FLOATS, avx512vnni::GROUPS}, has_avx512bf16, true},
 #endif
@@ -46,7 +53,7 @@ static const struct {
     {"neon", &neon::TABLE, {neon::FLOATS, nullptr, neon::GROUPS}, has_neon, true},
 #endif
 #if defined(SP_WITH_PORTABLE)
-    {"portable", &portable::TABLE, {portable::FLOATS, nullptr, portable::GROUPS}, always, true},
+    {"portable", &portable::TABLE, {fused::FLOATS, nullptr, portable::GROUPS, 0, portable::FLOATS}, always, true},
 #endif
 };
 static const int NUM_SETS = sizeof SETS / sizeof SETS[0];

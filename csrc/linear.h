@@ -17,8 +17,8 @@
 //   4 streams of 10 steps   0 4 8 | 1 5 9 | 2 6 . | 3 7 .      . = padding
 //
 // x is float32, and bfloat16 and float16 weights are widened to it. But if the processor multiplies pairs of bfloat16 (SP_BF16_PAIRS), x
-// is rounded to bfloat16 for bfloat16 weights (tiles.h), and accumulators take k in pairs, the second of each pair first. Groups of
-// integers are multiplied by int8 (integers.h).
+// is rounded to bfloat16 for bfloat16 weights (tiles.h), and accumulators take k in pairs, the second of each pair first; tiles of AMX have
+// an order of their own (pair_tiles.h). Groups of integers are multiplied by int8 (integers.h).
 #pragma once
 #include "activations.h"
 #include "table.h"
@@ -106,12 +106,20 @@ static inline void each_tile(const Rows &all, int64_t width, Work work) {
     work(all.rows - first < MOST_ROWS ? all.rows - first : MOST_ROWS, (const uint32_t *)all.dwords + first * width, first);
 }
 
+// sum + a * b. Portable code for processors without an instruction rounds the product first, unless the sums are to have the bits of
+// other sets (SP_FUSED).
+#if defined(SP_PORTABLE) && defined(__SSE2__) && !defined(SP_FUSED)
+static inline Vec add_product(Vec sum, Vec a, Vec b) { return add(sum, mul(a, b)); }
+#else
+static inline Vec add_product(Vec sum, Vec a, Vec b) { return fma_into(sum, a, b); }
+#endif
+
 // acc[rows][VECS] += x[rows] w[VECS]
 template <int ROWS>
 static inline void add_step(Vec acc[ROWS][VECS], const float *x, const Vec w[VECS]) {
   for (int r = 0; r < ROWS; r++) {
     const Vec a = splat(x[r]);
-    for (int v = 0; v < VECS; v++) acc[r][v] = fma_into(acc[r][v], a, w[v]);
+    for (int v = 0; v < VECS; v++) acc[r][v] = add_product(acc[r][v], a, w[v]);
   }
 }
 

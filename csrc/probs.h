@@ -101,22 +101,23 @@ static void weigh(const ProbsJob &job, int64_t row, int64_t chunk) {
     return;
   }
   const Reals top = splat_reals(best->max), temperature = splat_reals(job.settings[row].temperature);
-  Reals sum = splat_reals(0.0);
+  RealSums sums;
   int64_t i = begin;
-  for (; i + REALS <= known; i += REALS) {
-    const Reals weight = exp_reals((load_floats(job.scores(row) + i) - top) / temperature);
-    store_reals(probs + i, weight);
-    sum += weight;
-  }
-  for (; i < end; i += REALS) {  // the remainder, and tokens without a logit
+  for (; i + 8 <= known; i += 8)
+    for (int v = 0; v < REAL_SUMS; v++) {
+      const Reals weight = exp_reals((load_floats(job.scores(row) + i + v * REALS) - top) / temperature);
+      store_reals(probs + i + v * REALS, weight);
+      sums.of[v] += weight;
+    }
+  for (int v = 0; i < end; i += REALS, v = (v + 1) % REAL_SUMS) {  // the remainder, and tokens without a logit
     const int64_t count = end - i < REALS ? end - i : REALS;
     float scores[REALS];
     for (int64_t j = 0; j < REALS; j++) scores[j] = i + j < known ? job.scores(row)[i + j] : -INFINITY;
     const Reals weight = exp_reals((load_floats(scores) - top) / temperature);
     memcpy(probs + i, &weight, count * sizeof(double));
-    sum += weight;
+    sums.of[v] += weight;
   }
-  share.sum = sum_reals(sum);
+  share.sum = sums.all();
 }
 
 static inline double total(const ProbsJob &job, int64_t row) {
@@ -179,7 +180,7 @@ static void collect(const ProbsJob &job, int64_t row, double look, List<Candidat
 // Whether these candidates contain the cut of a row, so that more are not needed.
 static bool is_enough(const SpSamplingSettings &settings, const List<Candidate> &found, double look, double all) {
   if (settings.top_k > 0) return found.size >= settings.top_k;
-  if (settings.min_p >= std::exp(1.0 - look)) return true;  // a nat of slack: `least` in `collect` is rounded
+  if (settings.min_p >= exp_reals(splat_reals(1.0 - look))[0]) return true;  // a nat of slack: `least` in `collect` is rounded
   double sum = 0.0;
   for (int64_t i = 0; i < found.size; i++) sum += found.items[i].weight;
   return settings.top_p < 1.0 && sum >= settings.top_p * all;
@@ -251,22 +252,23 @@ static inline Reals uniforms(uint64_t key, int64_t first) {
 // that of all w / E.
 static void race(const double *weights, int64_t begin, int64_t end, uint64_t key, Share &share) {
   constexpr int64_t STRETCH = 8 * REALS;  // skipped together if all are zero, as most of a filtered distribution is
-  Reals best = {}, sum = {};
+  Reals best = {};
+  RealSums sums;
   Longs at = Longs{} - 1;
   for (int64_t from = begin; from < end; from += STRETCH) {
     Reals weight[8] = {};
     memcpy(weight, weights + from, (end - from < STRETCH ? end - from : STRETCH) * sizeof(double));
     Reals most = {};
     for (int v = 0; v < 8; v++) most = weight[v] > most ? weight[v] : most;
-    if (sum_reals(most) == 0.0) continue;
+    if (is_zero(most)) continue;
     for (int v = 0; v < 8; v++) {
       const Reals value = weight[v] / -log_reals(uniforms(key, from + v * REALS));
       const Longs better = value > best;
-      best = better ? value : best, sum += value;
+      best = better ? value : best, sums.of[v % REAL_SUMS] += value;
       at = better ? Longs{} + (from + v * REALS) : at;
     }
   }
-  share.best = 0.0, share.at = -1, share.sum = sum_reals(sum);
+  share.best = 0.0, share.at = -1, share.sum = sums.all();
   for (int j = 0; j < REALS; j++)
     if (best[j] > share.best || (best[j] == share.best && at[j] >= 0 && at[j] + j < share.at))
       share.best = best[j], share.at = at[j] + j;
@@ -279,10 +281,11 @@ static void find_largest(const double *weights, int64_t begin, int64_t end, Shar
 }
 
 static void add_up(const double *weights, int64_t begin, int64_t end, Share &share) {
-  Reals sum = {};
+  RealSums sums;
   int64_t i = begin;
-  for (; i + REALS <= end; i += REALS) sum += load_reals(weights + i);
-  share.sum = sum_reals(sum);
+  for (; i + 8 <= end; i += 8)
+    for (int v = 0; v < REAL_SUMS; v++) sums.of[v] += load_reals(weights + i + v * REALS);
+  share.sum = sums.all();
   for (; i < end; i++) share.sum += weights[i];
 }
 

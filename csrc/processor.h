@@ -11,6 +11,10 @@ static inline bool always() { return true; }
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 // A bit of EAX in CPUID's leaf 7, subleaf 1: compilers need not know the instruction's name.
 static inline bool has_bit(int bit) {
@@ -36,6 +40,20 @@ static inline bool has_avx512bf16() {
   return has_avx512vnni();
 #else
   return has_avx512vnni() && has_bit(5);
+#endif
+}
+
+// Whether the system lets this process use tiles. It has to be asked: the processor's flags say nothing of a container that refuses.
+static inline bool has_amx() {
+#if defined(SP_MODELS)
+  return has_avx2();
+#elif defined(__linux__)
+  constexpr long REQUEST = 0x1023, TILE_DATA = 18;
+  constexpr unsigned BFLOAT16 = 1u << 22, TILES = 1u << 24, INT8 = 1u << 25, ALL = BFLOAT16 | TILES | INT8;
+  unsigned a, b, c, d = 0;
+  return has_avx512vnni() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & ALL) == ALL && !syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
+#else
+  return false;
 #endif
 }
 #endif

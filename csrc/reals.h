@@ -26,10 +26,21 @@ static inline Reals load_floats(const float *p) {
   memcpy(&x, p, sizeof x);
   return __builtin_convertvector(x, Reals);
 }
-static inline double sum_reals(Reals x) {
+// As sums of floats, those of doubles have one order on all sets of instructions: in 8 lanes, which are added in turn.
+constexpr int REAL_SUMS = 8 / REALS;
+struct RealSums {
+  Reals of[REAL_SUMS] = {};
+
+  double all() const {
+    double sum = 0.0;
+    for (int i = 0; i < 8; i++) sum += of[i / REALS][i % REALS];
+    return sum;
+  }
+};
+static inline bool is_zero(Reals x) {  // of numbers that are not negative
   double sum = 0.0;
   for (int i = 0; i < REALS; i++) sum += x[i];
-  return sum;
+  return sum == 0.0;
 }
 static inline float most_lane(Vec x) {
   float lanes[LANES];

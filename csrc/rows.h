@@ -6,23 +6,10 @@
 namespace SP_NAMESPACE {
 
 static inline float mean_square(const float *x, int64_t n) {
-  Vec sum = zero();
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) sum = fma(load(x + i), load(x + i), sum);
-  if (i < n) {
-    Vec rest = load_part(x + i, n - i);
-    sum = fma(rest, rest, sum);
-  }
-  return sum_lanes(sum) / (float)n;
+  return sum_over(x, n, [](Vec sum, Vec own) { return fma(own, own, sum); }) / (float)n;
 }
 
-static inline float mean_of(const float *x, int64_t n) {
-  Vec sum = zero();
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) sum = add(sum, load(x + i));
-  if (i < n) sum = add(sum, load_part(x + i, n - i));
-  return sum_lanes(sum) / (float)n;
-}
+static inline float mean_of(const float *x, int64_t n) { return sum_over(x, n, add) / (float)n; }
 
 static inline void centre_row(const float *x, int64_t n, float *out) {
   const float mean = mean_of(x, n);

@@ -1,5 +1,6 @@
 // One vector type per instruction set. Kernels compute through these functions alone, so their arithmetic (order and rounding) is
-// written once. The compiler contracts nothing: fused multiply-adds are explicit.
+// written once. All sets compute the same bits, but for weights that are floats (linear.h). The compiler contracts nothing: fused
+// multiply-adds are explicit.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -75,6 +76,7 @@ static inline Ints bits_or(Ints a, Ints b) { return _mm512_or_si512(a, b); }
 static inline Ints bits_xor(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
 static inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 static inline Ints sub_ints(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
+static inline Ints sub_bytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
 template <int N> static inline Ints shift_left(Ints a) { return _mm512_slli_epi32(a, N); }
 template <int N> static inline Ints shift_right(Ints a) { return _mm512_srli_epi32(a, N); }
 template <int N> static inline Ints shift_right_signed(Ints a) { return _mm512_srai_epi32(a, N); }
@@ -219,6 +221,7 @@ static inline Ints bits_or(Ints a, Ints b) { return _mm256_or_si256(a, b); }
 static inline Ints bits_xor(Ints a, Ints b) { return _mm256_xor_si256(a, b); }
 static inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 static inline Ints sub_ints(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
+static inline Ints sub_bytes(Ints a, Ints b) { return _mm256_sub_epi8(a, b); }
 template <int N> static inline Ints shift_left(Ints a) { return _mm256_slli_epi32(a, N); }
 template <int N> static inline Ints shift_right(Ints a) { return _mm256_srli_epi32(a, N); }
 template <int N> static inline Ints shift_right_signed(Ints a) { return _mm256_srai_epi32(a, N); }
@@ -474,7 +477,47 @@ static inline Vec mul(Vec a, Vec b) { return {a.at * b.at}; }
 static inline Vec divide(Vec a, Vec b) { return {a.at / b.at}; }
 static inline Vec max(Vec a, Vec b) { return {a.at > b.at ? a.at : b.at}; }
 static inline Vec min(Vec a, Vec b) { return {a.at < b.at ? a.at : b.at}; }
-static inline Vec fma(Vec a, Vec b, Vec c) { return {a.at * b.at + c.at}; }
+#if defined(__SSE2__)
+// Products of float32 are exact in float64. Their sum is rounded to odd: of an inexact one the last bit is 1, so that rounding it to float32
+// gives the bits of one rounding.
+static __attribute__((noinline, cold)) __m128 fma_by_odd(__m128 a, __m128 b, __m128 c) {
+  float x[4], y[4], z[4];
+  _mm_storeu_ps(x, a), _mm_storeu_ps(y, b), _mm_storeu_ps(z, c);
+  for (int i = 0; i < 4; i++) {
+    const double product = (double)x[i] * (double)y[i], other = z[i], sum = product + other;
+    const double of_other = sum - product, error = (product - (sum - of_other)) + (other - of_other);
+    int64_t bits;
+    memcpy(&bits, &sum, 8);
+    if (error != 0.0 && error - error == 0.0 && bits % 2 == 0) bits += (error > 0.0) == (sum > 0.0) ? 1 : -1;
+    double odd;
+    memcpy(&odd, &bits, 8);
+    x[i] = (float)odd;
+  }
+  return _mm_loadu_ps(x);
+}
+// Rounded to float64 and then to float32, a sum can differ from one that is rounded once only if the first rounding ends halfway between
+// two numbers of float32: its last 29 bits are then 100...0, unless the result is subnormal. Not inlined, because the code is long.
+static __attribute__((noinline)) __m128 fma_four(__m128 a, __m128 b, __m128 c) {
+  const __m128d low = _mm_add_pd(_mm_mul_pd(_mm_cvtps_pd(a), _mm_cvtps_pd(b)), _mm_cvtps_pd(c));
+  const __m128d high = _mm_add_pd(_mm_mul_pd(_mm_cvtps_pd(_mm_movehl_ps(a, a)), _mm_cvtps_pd(_mm_movehl_ps(b, b))),
+                                  _mm_cvtps_pd(_mm_movehl_ps(c, c)));
+  const __m128 sum = _mm_movelh_ps(_mm_cvtpd_ps(low), _mm_cvtpd_ps(high));
+  const __m128i ends = _mm_castps_si128(_mm_shuffle_ps(_mm_castpd_ps(low), _mm_castpd_ps(high), 0x88));
+  const __m128i is_half = _mm_cmpeq_epi32(_mm_and_si128(ends, _mm_set1_epi32(0x1fffffff)), _mm_set1_epi32(0x10000000));
+  const __m128i size = _mm_slli_epi32(_mm_castps_si128(sum), 1);  // subnormal from 1 to 0xffffff, as unsigned numbers
+  const __m128i is_subnormal = _mm_cmplt_epi32(_mm_add_epi32(size, _mm_set1_epi32(0x7fffffff)), _mm_set1_epi32(0xffffff - 0x7fffffff - 1));
+  return __builtin_expect(_mm_movemask_epi8(_mm_or_si128(is_half, is_subnormal)), 0) ? fma_by_odd(a, b, c) : sum;
+}
+static inline Vec fma(Vec a, Vec b, Vec c) {
+  Vec out;
+  for (int half = 0; half < LANES; half += 4)
+    _mm_storeu_ps((float *)&out + half,
+                  fma_four(_mm_loadu_ps((float *)&a + half), _mm_loadu_ps((float *)&b + half), _mm_loadu_ps((float *)&c + half)));
+  return out;
+}
+#else
+static inline Vec fma(Vec a, Vec b, Vec c) { SP_EACH(Vec, __builtin_fmaf(a.at[i], b.at[i], c.at[i])) }
+#endif
 static inline Vec fma_into(Vec sum, Vec a, Vec b) { return fma(a, b, sum); }
 static inline Vec nearest(Vec a) { SP_EACH(Vec, nearbyintf(a.at[i])) }
 static inline Vec times_power(Vec a, Vec n) { SP_EACH(Vec, ldexpf(a.at[i], n.at[i] == n.at[i] ? (int)n.at[i] : 0)) }
@@ -621,6 +664,31 @@ static inline void store_part(float *p, Vec v, int64_t count) {
   alignas(64) float lanes[LANES];
   store(lanes, v);
   memcpy(p, lanes, count * sizeof(float));
+}
+
+// The first `count` floats, or a whole vector if there are more.
+static inline Vec load_up_to(const float *p, int64_t count) { return count < LANES ? load_part(p, count) : load(p); }
+static inline void store_up_to(float *p, Vec v, int64_t count) { count < LANES ? store_part(p, v, count) : store(p, v); }
+
+// A sum over numbers has one order on all sets of instructions: number i is added in lane i % SUMMED of one vector or several, then
+// the lanes are folded.
+constexpr int SUMMED = 16, SUMS = SUMMED / LANES;
+static inline float sum_all(const Vec *sums) {
+  Vec sum = sums[0];
+  if (SUMS == 2) sum = add(sum, sums[SUMS - 1]);
+  return sum_lanes(sum);
+}
+
+// A sum over n numbers, of which add_to(sum, a vector) adds a vector.
+template <typename Add>
+static inline float sum_over(const float *x, int64_t n, Add add_to) {
+  Vec sums[SUMS];
+  for (Vec &sum : sums) sum = zero();
+  int64_t i = 0;
+  for (; i + SUMMED <= n; i += SUMMED)
+    for (int v = 0; v < SUMS; v++) sums[v] = add_to(sums[v], load(x + i + v * LANES));
+  for (int v = 0; v < SUMS && i < n; v++, i += LANES) sums[v] = add_to(sums[v], load_up_to(x + i, n - i));
+  return sum_all(sums);
 }
 
 // a * b + c, rounded once or, if not FUSED, twice: the latter has the same bits on every set of instructions.

@@ -7,8 +7,8 @@
  * keys begin at absolute positions, and neither the number of threads nor that of rows changes a result.
  *
  * All activations are float32. Products are float32 too, with two exceptions: rows are rounded to int8, with a scale for each 32 numbers,
- * for weights in groups of integers (groups.h), and to bfloat16 for bfloat16 weights on the set avx512bf16, whose instruction takes no
- * other type.
+ * for weights in groups of integers (groups.h), and to bfloat16 for bfloat16 weights on the sets avx512bf16 and amx, whose instructions
+ * take no other type. Attention computes in float32 on these sets too, so that integer weights give the same text on every set.
  * T = number of rows of the pass.
  */
 #ifndef SPECULANT_H
@@ -63,6 +63,8 @@ enum SpFlag {
   SP_SCAN = 1024,  /* SP_RECUR: Mamba 2 in place of a gated delta rule */
   SP_EACH = 2048,  /* SP_GATE: `in` has a number for each row, [T] */
   SP_WEIGHTS = 4096, /* SP_ROUTE: scores are weights already; with SP_RENORMALISE they are divided by 1e-6 + the sum of the selected ones */
+  SP_ALIKE = 8192, /* SP_LINEAR, SP_EXPERTS: weights that are floats are summed as on other sets of instructions, also where this set has a
+                      faster way with other bits. Weights in groups of integers always are */
 };
 
 enum SpActivation {

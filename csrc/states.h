@@ -56,10 +56,6 @@ struct Records {
 static inline int64_t settled_end(const SpSegment &segment) { return segment.start + segment.certain; }
 static inline int64_t end_of(const SpSegment &segment) { return segment.start + segment.rows; }
 
-// The first `count` floats, or a whole vector if there are more.
-static inline Vec load_up_to(const float *p, int64_t count) { return count < LANES ? load_part(p, count) : load(p); }
-static inline void store_up_to(float *p, Vec v, int64_t count) { count < LANES ? store_part(p, v, count) : store(p, v); }
-
 static inline Vec even_silu(Vec x) { return divide(x, add(splat(1.0f), exp_by<false>(negative(x)))); }
 
 // Some channels of a sequence, whose last columns are in a thread's own memory.
@@ -131,15 +127,8 @@ static void run_convolve(const SpOp &op, const SpPass &pass, int64_t item) {
   Convolution{op, segment, Records(op, pass, segment), first, left < CONVOLVED ? left : CONVOLVED, ring.items}.run();
 }
 
-// The sum of squares of 16 lanes, which are one vector or two.
 static inline float square_sum(const float *x, int64_t n) {
-  Vec sums[16 / LANES];
-  for (Vec &sum : sums) sum = zero();
-  for (int64_t i = 0; i < n; i += LANES) {
-    const Vec own = load_up_to(x + i, n - i);
-    sums[i / LANES % (16 / LANES)] = add(sums[i / LANES % (16 / LANES)], mul(own, own));
-  }
-  return sum_lanes(LANES < 16 ? add(sums[0], sums[16 / LANES - 1]) : sums[0]);
+  return sum_over(x, n, [](Vec sum, Vec own) { return add(sum, mul(own, own)); });
 }
 
 static inline double exp_of(double x) { return exp_reals(splat_reals(x))[0]; }

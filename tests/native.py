@@ -14,6 +14,7 @@ from speculant.models import linear
 from tests import fp8, gguf_blocks
 
 SETS = usable_sets()
+PAIRED_SETS = ["avx512bf16", "amx"]  # they round rows to bfloat16 where they multiply them by bfloat16 weights
 needs_kernels = pytest.mark.skipif(not SETS, reason="the native kernels are not built")
 FLOATS = {
     Type.F32: torch.float32, Type.BF16: torch.bfloat16, Type.F16: torch.float16, Type.BF12: torch.bfloat16,

@@ -15,12 +15,10 @@ from tests.gguf_blocks import random_blocks
 from tests.native import SETS, error, held, inputs_of, needs_kernels, on, random, run
 
 pytestmark = needs_kernels
-TWINS = {
-    "avxvnni": "avx2",
-    "avx512vnni": "avx512",
-    "avx512bf16": "avx512vnni",
-}  # sets, and those that lack an instruction
-PAIRS = [pair for pair in TWINS.items() if {*pair} <= {*SETS}]
+TWINS = [  # sets, and those that lack an instruction
+    ("avxvnni", "avx2"), ("avx512vnni", "avx512"), ("avx512bf16", "avx512vnni"), ("amx", "avx512vnni"), ("amx", "avx2"),
+]  # fmt: skip
+PAIRS = [pair for pair in TWINS if {*pair} <= {*SETS}]
 TYPES = [type_ for type_ in BLOCK_TYPES.values() if type_ != Type.FP8]
 OUTPUTS, MOST_ROWS = 97, 300
 EVERY, SOME = range(1, MOST_ROWS + 1), (1, 2, 3, 4, 5, 6, 7, 9, 33, 130)

@@ -208,6 +208,7 @@ class Flag(IntFlag):
     SCAN = 1024  # RECUR: Mamba 2
     EACH = 2048  # GATE: the input has a number for each row
     WEIGHTS = 4096  # ROUTE: scores are weights already
+    ALIKE = 8192  # LINEAR, EXPERTS: floats are summed alike on all instruction sets
 
 
 class Activation(IntEnum):
@@ -332,6 +333,8 @@ class Weight:
 
     order: int32 [k], the number of the input that each column multiplies; None = column i multiplies input i. Only
     layers with weights in groups of integers can have an order.
+
+    alike: whether floats are summed alike on all instruction sets; integers always are.
     """
 
     memory: Tensor
@@ -339,6 +342,7 @@ class Weight:
     n: int
     k: int
     order: Tensor | None = None
+    alike: bool = False
 
     @property
     def address(self) -> int:

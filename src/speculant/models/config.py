@@ -33,6 +33,7 @@ from speculant.models.description import (
     Rope,
     TensorMap,
 )
+from speculant.models.functions import log_of, powers
 from speculant.models.positions import plain_frequencies
 
 MOST = 2**31 - 1  # sizes are int32 in kernels and files
@@ -297,7 +298,7 @@ class _Reader:
 
         def pair_that_turns(turns: float) -> float:
             """Return the index of the pair that makes `turns` full turns within the original context."""
-            return (dims * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(self.theta))
+            return (dims * log_of(original / (turns * 2 * math.pi))) / (2 * log_of(self.theta))
 
         low, high = pair_that_turns(self.positive("beta_fast", 32)), pair_that_turns(self.positive("beta_slow", 1))
         if self.is_truncated():
@@ -305,9 +306,9 @@ class _Reader:
         low, high = max(low, 0), min(high, dims - 1)
         high += 0.001 if low == high else 0
         ramp = ((torch.arange(len(self.plain), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-        powers = self.theta ** (torch.arange(0, dims, 2).float() / dims)
+        divisors = powers(self.theta, torch.arange(0, dims, 2).float() / dims).float()
         kept = 1 - ramp
-        return _Scaled(1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept, self.yarn_scale(factor))
+        return _Scaled(1.0 / (factor * divisors) * (1 - kept) + 1.0 / divisors * kept, self.yarn_scale(factor))
 
     def is_truncated(self) -> bool:
         """Whether YaRN's bounds are whole pairs. transformers reads this beside the settings of all kinds of layers."""
@@ -318,7 +319,7 @@ class _Reader:
         """Return YaRN's factor of cosines and sines."""
 
         def growth(weight: float) -> float:
-            return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+            return 0.1 * weight * log_of(factor) + 1.0 if factor > 1 else 1.0
 
         own, whole = (number(self.settings, key, 0.0, 0, MOST_FACTOR) for key in ("mscale", "mscale_all_dim"))
         return self.positive("attention_factor", growth(own) / growth(whole) if own and whole else growth(1.0))
@@ -326,21 +327,22 @@ class _Reader:
     def longrope(self) -> _Scaled:
         """Return frequencies for texts up to the original context, and for longer ones (LongRoPE, arXiv 2402.13753)."""
         self.need("short_factor", "long_factor")
-        original, powers = self.original, self.theta ** (torch.arange(0, self.dims, 2).float() / self.dims)
+        original, exponents = self.original, torch.arange(0, self.dims, 2).float() / self.dims
         factor = self.positive("factor", self.max_positions / original)
-        grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+        grown = math.sqrt(1 + log_of(factor) / log_of(original)) if factor > 1 < original else 1.0
         scale = self.positive("attention_factor", grown)
-        short, long = (self.list_of(key, len(powers)) for key in ("short_factor", "long_factor"))
-        made = [1.0 / (torch.tensor(factors) * powers) for factors in (short, long)]
+        short, long = (self.list_of(key, len(exponents)) for key in ("short_factor", "long_factor"))
+        divisors = powers(self.theta, exponents).float()
+        made = [1.0 / (torch.tensor(factors) * divisors) for factors in (short, long)]
         return _Scaled(made[0], scale, made[1])
 
     def proportional(self) -> _Scaled:
         """Return frequencies for the whole head. The last ones are 0: these pairs are not rotated."""
         share = number(self.settings, "partial_rotary_factor", 1.0, 0, 1)
         rotated = int(share * self.head_dim // 2)
-        powers = self.theta ** (torch.arange(0, 2 * rotated, 2).float() / self.head_dim)
+        divisors = powers(self.theta, torch.arange(0, 2 * rotated, 2).float() / self.head_dim).float()
         still = torch.zeros(self.head_dim // 2 - rotated)
-        return _Scaled(torch.cat((1.0 / powers, still)) / self.positive("factor", 1.0))
+        return _Scaled(torch.cat((1.0 / divisors, still)) / self.positive("factor", 1.0))
 
     @property
     def head_dim(self) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from speculant.models.description import Attention, DecoderConfig, DistanceBias, Rope
+from speculant.models.functions import cosines_and_sines, log_of, logarithm, powers
 
 
 class Rotary:
@@ -33,15 +33,16 @@ class Rotary:
 
         long [T]: whether a row belongs to a text that is longer than the original context; None = no row does.
         """
-        angle = positions[:, None].float() * self._frequencies_of(positions, long)
-        angle = torch.cat((angle, angle), dim=-1)[:, None, :]
-        return (angle.cos() * self._config.scale).to(dtype), (angle.sin() * self._config.scale).to(dtype)
+        of_pairs = cosines_and_sines(positions[:, None].float() * self._frequencies_of(positions, long))
+        cosines, sines = (torch.cat((table, table), dim=-1)[:, None, :] for table in of_pairs)
+        return (cosines * self._config.scale).to(dtype), (sines * self._config.scale).to(dtype)
 
     def query_factors(self, positions: Tensor) -> Tensor | None:
         """Return the factors [T] of queries at positions [T], in float32; None = all are 1."""
         if not self._config.query_beta:
             return None
-        return 1 + self._config.query_beta * torch.log(1 + torch.floor(positions / self._config.original_max_positions))
+        whole = torch.floor(positions / self._config.original_max_positions)
+        return 1 + self._config.query_beta * logarithm(1 + whole).float()
 
     def _frequencies_of(self, positions: Tensor, long: Tensor | None) -> Tensor:
         """Return the frequencies [T or 1, dims / 2] of rows."""
@@ -61,8 +62,9 @@ class Rotary:
         trained, factor = self._config.original_max_positions, self._config.factor
         length = (positions + 1).clamp(min=trained).float()
         dim = 2 * len(self._exponents)
-        base = self._config.theta * ((factor * length / trained) - (factor - 1)) ** (dim / (dim - 2))
-        return 1.0 / base[:, None] ** self._exponents.to(positions.device)
+        growth = (factor * length / trained) - (factor - 1)
+        base = self._config.theta * powers(growth, torch.full_like(growth, dim / (dim - 2))).float()
+        return 1.0 / powers(base[:, None], self._exponents.to(positions.device)).float()
 
 
 def rotation_of(of: Attention) -> Rope | None:
@@ -81,7 +83,7 @@ def plain_frequencies(theta: float, dims: int) -> Tensor:
 
     An odd number of dims is rounded up to pairs, without changing the frequencies of the others.
     """
-    return 1.0 / theta ** _exponents(dims)
+    return 1.0 / powers(theta, _exponents(dims)).float()
 
 
 def _exponents(dims: int) -> Tensor:
@@ -98,8 +100,8 @@ def _divided(frequencies: Tensor, factors: tuple[float, ...]) -> Tensor:
 def sinusoids(positions: Tensor, width: int) -> Tensor:
     """Return the vectors float32 [n, width] of positions [n]: the sines of all frequencies, then the cosines."""
     places = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device)
-    angles = positions[:, None] / 10_000 ** (places / width)
-    return torch.cat((angles.sin(), angles[:, : width // 2].cos()), dim=1).float()
+    cosines, sines = cosines_and_sines(positions[:, None] / powers(10_000, places / width))
+    return torch.cat((sines, cosines[:, : width // 2]), dim=1)
 
 
 def buckets_of(of: DistanceBias, distances: Tensor) -> Tensor:
@@ -112,5 +114,6 @@ def buckets_of(of: DistanceBias, distances: Tensor) -> Tensor:
         count //= 2
         first, distances = (distances < 0) * count, distances.abs()
     distances, single = distances.clamp(min=0), count // 2
-    wide = torch.log(distances.clamp(min=1).float() / single) / math.log(of.max_distance / single) * (count - single)
+    logs, most = logarithm(distances.clamp(min=1).float() / single).float(), log_of(of.max_distance / single)
+    wide = logs / most * (count - single)
     return first + torch.where(distances < single, distances, (single + wide.long()).clamp(max=count - 1))

@@ -95,7 +95,8 @@ def same(rope: Rope, expected: tuple[Tensor, Tensor], head_dim: int = HEAD_DIM, 
     dims = head_dim if rope.dims is None else rope.dims
     for own, theirs in zip(Rotary(rope, dims).angles(POSITIONS, torch.float32, rows), expected, strict=True):
         assert own.shape == (len(POSITIONS), 1, dims)
-        torch.testing.assert_close(own[:, 0], theirs[0], atol=1e-6, rtol=0)
+        # The last bit of torch's powers depends on the processor, and an angle has that of a frequency 240 times.
+        torch.testing.assert_close(own[:, 0], theirs[0], atol=1e-5, rtol=0)
 
 
 def oracle(

@@ -38,6 +38,7 @@ from speculant.models.description import (
     State,
     TokenInputs,
 )
+from speculant.models.functions import exponential
 from speculant.models.positions import buckets_of, sinusoids
 from speculant.models.sizes import (
     CROSS,
@@ -99,7 +100,8 @@ def linear(
     """
     return make_op(
         Code.LINEAR, weight.type, n=weight.n, k=weight.k, weight=weight, source=source, out=out, bias=bias,
-        flags=flags, activation=activation, factor=factor, softcap=softcap, order=weight.order,
+        flags=flags | (Flag.ALIKE if weight.alike else Flag.NONE), activation=activation, factor=factor,
+        softcap=softcap, order=weight.order,
     )  # fmt: skip
 
 
@@ -544,7 +546,7 @@ class StateVectors(NamedTuple):
         return cls(
             conv=weights.vector("conv1d.weight").view(of.width, of.conv).T.contiguous(),
             conv_bias=weights.vector("conv1d.bias") if of.conv_bias else None,
-            rates=-weights.vector("A_log").double().exp().float() if of.heads else None,
+            rates=-exponential(weights.vector("A_log")).float() if of.heads else None,
             rate_bias=weights.vector("dt_bias") if of.heads else None,
             norm=PackedNorm.read(of.norm, weights, "norm", of.normed_size) if of.norm else None,
             skip=weights.vector("D") if of.heads and of.steps else None,
@@ -756,8 +758,9 @@ class PackedDecoder:
         """Read and pack a decoder's weights, one tensor at a time."""
         # A pass looks up one row for each token, so rounding blocks again would save no time.
         keeps = not config.head.tied and weights.types.of(TABLE) in BLOCK_SIZES
-        table = (weights.unrounded() if keeps else weights).decoding_ordered(TABLE).matrix(TABLE)
-        head = table if config.head.tied else weights.matrix(HEAD)
+        ends = weights.deciding()
+        table = (weights.unrounded() if keeps else ends).decoding_ordered(TABLE).matrix(TABLE)
+        head = table if config.head.tied else ends.matrix(HEAD)
         norm = PackedNorm.read(config.norm, weights, NORM.removesuffix(".weight"))
         layers = PackedLayer.read_all(config.layers, weights, LAYER)
         embedding = PackedEmbedding.read(config.embedding, weights, DECODER)

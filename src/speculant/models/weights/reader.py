@@ -124,7 +124,7 @@ class WeightReader:
 
     types: of its matrices. rounded: the types that they are rounded to instead; None = they are not rounded.
     store: where packed matrices are looked up and kept. one_type: the type of all matrices that are not rounded; None =
-    each has its own.
+    each has its own. alike: whether matrices of floats are summed alike on all instruction sets.
     """
 
     types: WeightTypes
@@ -134,6 +134,7 @@ class WeightReader:
     rounded: Rounding | None = None
     store: WeightStore | None = None
     one_type: Type | None = None
+    alike: bool = False
 
     @property
     def source(self) -> WeightSource:
@@ -146,7 +147,11 @@ class WeightReader:
 
     def unrounded(self) -> WeightReader:
         """Return a reader that does not round matrices."""
-        return replace(self, rounded=None)
+        return replace(self.deciding(), rounded=None)
+
+    def deciding(self) -> WeightReader:
+        """Return a reader of the head or of routers, whose floats are summed alike if the model has integers too."""
+        return replace(self, alike=self.rounded is not None or self.types.as_stored)
 
     def decoding_ordered(self, *names: str) -> WeightReader:
         """Return a reader for uses without an order of inputs: it decodes all matrices if one of these has one."""
@@ -230,12 +235,12 @@ class WeightReader:
         name = f"{self.prefix}{'|'.join(map('+'.join, lanes))} {stored.name}"
         found = self.store.get(name, stored, n, k) if self.store else None
         if found is not None:
-            return replace(found, order=order)
+            return replace(found, order=order, alike=self.alike)
         reads = [[partial(self._read_matrix, stored, name) for name in lane] for lane in lanes]
         dtype = self.types.dtype if self.rounded is not None else _ROUNDED_TO.get(stored, torch.float32)
         packed = Packer(self.kernels, dtype, self.arena).pack(stored, n, k, reads)
         packed = self.store.add(name, packed) if self.store else packed
-        return replace(packed, order=order)
+        return replace(packed, order=order, alike=self.alike)
 
     def _read_matrix(self, type_: Type, name: str) -> Tensor:
         """Read a matrix: its blocks if they are packed as `type_`, else floating-point numbers.

@@ -47,6 +47,7 @@ from speculant.models.description import (
     UntiledColumns,
     stored_name,
 )
+from speculant.models.functions import logarithm
 
 GROUP = 32  # weights of a block
 FP8_BLOCK, SCALE_SIZE = 128, 4  # weights of a block of fp8; bytes of a scale in float32
@@ -561,7 +562,7 @@ def _computed(made: Operation, tensor: Tensor) -> Tensor:
         case LogOfNegative():
             if bool((tensor > 0).any()):
                 raise ModelError(f"{stored_name(made)} has numbers above 0", "download the file again.")
-            return (-tensor.double()).log().float()
+            return logarithm(-tensor.double()).float()
         case Unsqueezed():
             return tensor.unsqueeze(1) if tensor.ndim == 2 else tensor
         case Flattened():
