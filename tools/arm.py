@@ -43,7 +43,12 @@ PROCESSORS = {  # the sets that emulated ones must have
     "cortex-a72": ["neon", "portable"],
 }
 NEEDED = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6"}  # of every Linux with a C++ library
-SHOW_SETS = "import sys; from speculant.kernels import usable_sets; print(*usable_sets())"
+SHOW_SETS = """import ctypes, os
+library = ctypes.CDLL(os.environ["SPECULANT_LIBRARY"])
+library.sp_name.restype = ctypes.c_char_p
+print(*(name.decode() for at in range(9) if (name := library.sp_name(at)) and library.sp_usable(at)))
+"""
+DEMO = "from speculant.cli.entry import main; main()"
 PYTHON = """#!/bin/sh
 exec {emulator} -L {system} -cpu "${{SPECULANT_PROCESSOR:-max}}" {system}/usr/bin/python3 "$@"
 """
@@ -57,14 +62,12 @@ def require_programs() -> None:
         raise SystemExit(f"make arm needs these Debian packages: {', '.join(missing)}")
 
 
-def call(*command: object, env: dict[str, str] | None = None, output: Path | None = None) -> str:
-    """Run a program; return what it prints, or write it to a file."""
-    print("$", *(str(part).removeprefix(f"{ROOT}/") for part in command[:12]), flush=True)
+def call(*command: object, env: dict[str, str] | None = None) -> str:
+    """Run a program; return what it prints."""
+    print("$", *(str(part).removeprefix(f"{ROOT}/").split("\n")[0] for part in command[:12]), flush=True)
     done = subprocess.run(
         [*map(str, command)], cwd=ROOT, env={**os.environ, **(env or {})}, check=True, text=True, stdout=subprocess.PIPE
     )
-    if output:
-        output.write_text(done.stdout)
     return done.stdout
 
 
@@ -112,7 +115,7 @@ def make_site() -> None:
     call(*install, "-c", constraints, *PACKAGES, env={"PIP_CONSTRAINT": ""})
     (SITE / "sitecustomize.py").write_text(CUSTOM)
     if python_version() == f"{sys.version_info[0]}.{sys.version_info[1]}":  # the emulator would take minutes
-        call(sys.executable, "-m", "compileall", "-q", SYSTEM / f"usr/lib/python{python_version()}", SITE)
+        call(sys.executable, "-m", "compileall", "-q", SYSTEM / f"usr/lib/python{python_version()}")
 
 
 def make_python() -> Path:
@@ -192,7 +195,7 @@ def main(tests: list[str]) -> None:
         if found != sets:
             raise SystemExit(f"{processor} has the sets {found}, not {sets}")
     compare_bits(python, env)
-    print(call(python, "-m", "speculant", "demo", env=env))
+    print(call(python, "-c", DEMO, "demo", env=env))
     os.environ.update(env)
     os.execv(python, [str(python), "-m", "pytest", "-p", "no:cacheprovider", *tests])
 
