@@ -1,9 +1,9 @@
-"""Digests of what native kernels compute, stage by stage, to compare instruction sets of different processors.
+"""What native kernels compute, stage by stage, to compare instruction sets; tests/same_bits.py has whole models.
 
-    python -m tests.stage_bits SET ...           prints them as JSON
+    python -m tests.stage_bits SET ...           prints digests as JSON
     python -m tests.stage_bits --integers SET    those of weights of integers alone
 
-Random numbers and angles of torch depend on the processor, so others take their place. The bits of a NaN do not count.
+Random numbers of torch depend on the processor, so others take their place there. The bits of a NaN do not count.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from speculant.kernels import (
     SamplingSettings,
     Type,
 )
-from speculant.models import ROUNDED, ROUNDINGS, Norm, PackedNorm, gating, linear, normalising
+from speculant.models import ROUNDED, ROUNDINGS, Norm, PackedNorm, Rounding, gating, linear, normalising
 from tests.contracts.test_native_rounding import EXTREMES, WEIGHTS
 from tests.exactness.test_native_decoder import CACHES, VARIANTS, feed, make_decoder, packed, tokens_of
 from tests.native import inputs_of, look_up, on, pack, random, run
@@ -47,11 +48,6 @@ def even_randn(*shape: Any, generator: torch.Generator | None = None, **_: Any) 
     size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
     whole = sum(torch.randint(-(2**20), 2**20, tuple(size), generator=generator) for _ in range(4))
     return whole.float() / 2**20  # type: ignore[union-attr]
-
-
-def rounded(function: Callable[[Any], Any]) -> Callable[[Tensor], Tensor]:
-    """Return a function of tensors that is computed in float64 and rounded."""
-    return lambda x: torch.from_numpy(function(x.double().numpy())).to(x.dtype)
 
 
 def tensors(of: object) -> Results:
@@ -83,13 +79,13 @@ def inputs(rows: int, k: int) -> Tensor:
     return x
 
 
-def weights(kernels: Kernels, type_: Type) -> Results:
+def weights(kernels: Kernels, type_: Type, flags: Flag = Flag.ALIKE) -> Results:
     """Yield the results of layers, and the weights themselves."""
     k = inputs_of(type_, 600)
     weight, gated = pack(kernels, type_, 70, k, extreme=0.1), pack(kernels, type_, 70, k, 3, 4)
     for rows in ROWS:
-        yield run(kernels, weight, inputs(rows, k), random(70))
-        yield run(kernels, gated, inputs(rows, k), flags=Flag.GATED)
+        yield run(kernels, weight, inputs(rows, k), random(70), flags=flags)
+        yield run(kernels, gated, inputs(rows, k), flags=flags | Flag.GATED)
     yield look_up(kernels, weight)
 
 
@@ -144,17 +140,12 @@ def draws(kernels: Kernels) -> Results:
         )
 
 
-def models(kernels: Kernels, variant: str) -> Results:
+def models(kernels: Kernels, variant: str, quantization: Rounding | None) -> Results:
     """Yield logits of a model: rotations, attention, experts, and the cache in all types."""
-    integers = ROUNDINGS["int8" if variant == "odd" else "int4"]
-    for dtype, quantization, coded in (
-        (torch.float32, None, False),
-        (torch.bfloat16, None, True),
-        (torch.int8, integers, False),
-    ):
-        model = packed(make_decoder(torch.bfloat16, **VARIANTS[variant]), kernels, quantization, coded).storing_keys_as(
-            dtype
-        )
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        decoder = make_decoder(torch.bfloat16, **VARIANTS[variant])
+        coded = quantization is None and dtype == torch.bfloat16
+        model = packed(decoder, kernels, quantization, coded).storing_keys_as(dtype)
         tokens = tokens_of(1, model.vocab_size)
         yield feed(model, CACHES["paged"](model.cache_shape), 1, tokens, [500, 70, 5, 2, 1, 1, 61])
 
@@ -177,11 +168,21 @@ def states(kernels: Kernels) -> Results:
         yield from tensors([own.passes(model, 40, 30), own.drawn(model, seed)])
 
 
-STAGES: dict[str, Callable[[Kernels], Results]] = {
-    **{f"weights {type_.name}": lambda kernels, type_=type_: weights(kernels, type_) for type_ in Type},  # type: ignore[misc]
-    **{f"rounding {type_.name}": lambda kernels, type_=type_: rounding(kernels, type_) for type_ in ROUNDED},  # type: ignore[misc]
+INTEGERS = {f"weights {type_.name}": partial(weights, type_=type_) for type_ in (*BLOCK_SIZES, Type.INT8)}
+FLOATS = [type_ for type_ in Type if f"weights {type_.name}" not in INTEGERS]
+ALIKE: dict[str, Callable[[Kernels], Results]] = {  # all sets compute the same bits
+    **INTEGERS,
+    **{f"weights {type_.name}": partial(weights, type_=type_) for type_ in FLOATS},
+    **{f"rounding {type_.name}": partial(rounding, type_=type_) for type_ in ROUNDED},
     "norms": norms, "activations": activations, "draws": draws,
-    **{f"model {name}": lambda kernels, name=name: models(kernels, name) for name in VARIANTS},  # type: ignore[misc]
+    **{
+        f"integers {name}": partial(models, variant=name, quantization=ROUNDINGS["int8" if name == "odd" else "int4"])
+        for name in VARIANTS
+    },
+}  # fmt: skip
+STAGES = ALIKE | {  # sets whose products are of floats and fused
+    **{f"plain {type_.name}": partial(weights, type_=type_, flags=Flag.NONE) for type_ in FLOATS},
+    **{f"floats {name}": partial(models, variant=name, quantization=None) for name in VARIANTS},
     "descriptions": descriptions, "states": states,
 }  # fmt: skip
 
@@ -190,13 +191,9 @@ STAGES: dict[str, Callable[[Kernels], Results]] = {
 def digests(isa: str, integers: bool = False) -> dict[str, str]:
     """Return the digests of an instruction set, by stage; or of weights of integers alone."""
     torch.randn = even_randn
-    for name in ("cos", "sin", "log"):
-        setattr(Tensor, name, rounded(getattr(np, name)))
-        setattr(torch, name, rounded(getattr(np, name)))
     kernels, found = on(isa, 1), dict[str, str]()
-    chosen = [f"weights {type_.name}" for type_ in (*BLOCK_SIZES, Type.INT8)] if integers else list(STAGES)
-    for name in chosen:
-        found[name] = digest(STAGES[name](kernels))
+    for name, stage in (INTEGERS if integers else STAGES).items():
+        found[name] = digest(stage(kernels))
         print(f"{isa}, {name}: {found[name]}", file=sys.stderr, flush=True)
     return found
 
