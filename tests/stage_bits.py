@@ -1,9 +1,9 @@
 """Digests of what native kernels compute, stage by stage, to compare instruction sets of different processors.
 
     python -m tests.stage_bits SET ...           prints them as JSON
-    python -m tests.stage_bits --integers SET    those of weights of integers alone
+    python -m tests.stage_bits SET --only TEXT   those of stages whose names have a regular expression
 
-Random numbers and angles of torch depend on the processor, so others take their place. The bits of a NaN do not count.
+Random numbers of torch depend on the processor, so others take their place. The bits of a NaN do not count.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,11 +48,6 @@ def even_randn(*shape: Any, generator: torch.Generator | None = None, **_: Any) 
     size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
     whole = sum(torch.randint(-(2**20), 2**20, tuple(size), generator=generator) for _ in range(4))
     return whole.float() / 2**20  # type: ignore[union-attr]
-
-
-def rounded(function: Callable[[Any], Any]) -> Callable[[Tensor], Tensor]:
-    """Return a function of tensors that is computed in float64 and rounded."""
-    return lambda x: torch.from_numpy(function(x.double().numpy())).to(x.dtype)
 
 
 def tensors(of: object) -> Results:
@@ -187,15 +183,11 @@ STAGES: dict[str, Callable[[Kernels], Results]] = {
 
 
 @torch.inference_mode()
-def digests(isa: str, integers: bool = False) -> dict[str, str]:
-    """Return the digests of an instruction set, by stage; or of weights of integers alone."""
+def digests(isa: str, only: str = "") -> dict[str, str]:
+    """Return the digests of an instruction set, by stage, for names that have a regular expression."""
     torch.randn = even_randn
-    for name in ("cos", "sin", "log"):
-        setattr(Tensor, name, rounded(getattr(np, name)))
-        setattr(torch, name, rounded(getattr(np, name)))
     kernels, found = on(isa, 1), dict[str, str]()
-    chosen = [f"weights {type_.name}" for type_ in (*BLOCK_SIZES, Type.INT8)] if integers else list(STAGES)
-    for name in chosen:
+    for name in filter(re.compile(only).search, STAGES):
         found[name] = digest(STAGES[name](kernels))
         print(f"{isa}, {name}: {found[name]}", file=sys.stderr, flush=True)
     return found
@@ -204,6 +196,6 @@ def digests(isa: str, integers: bool = False) -> dict[str, str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sets", nargs="+")
-    parser.add_argument("--integers", action="store_true")
+    parser.add_argument("--only", default="")
     arguments = parser.parse_args()
-    print(json.dumps({isa: digests(isa, arguments.integers) for isa in arguments.sets}))
+    print(json.dumps({isa: digests(isa, arguments.only) for isa in arguments.sets}))
