@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from speculant.kernels import (
-    BLOCK_SIZES,
     Activation,
     Flag,
     Kernels,
