@@ -36,7 +36,7 @@ from speculant.kernels import (
 from speculant.models import ROUNDED, ROUNDINGS, Norm, PackedNorm, Rounding, gating, linear, normalising
 from tests.contracts.test_native_rounding import EXTREMES, WEIGHTS
 from tests.exactness.test_native_decoder import CACHES, VARIANTS, feed, make_decoder, packed, tokens_of
-from tests.native import inputs_of, look_up, on, pack, random, run
+from tests.native import FLOATS, inputs_of, look_up, on, pack, random, run
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 17, 70)
 DESCRIBED = 10  # random descriptions of models
@@ -168,11 +168,8 @@ def states(kernels: Kernels) -> Results:
         yield from tensors([own.passes(model, 40, 30), own.drawn(model, seed)])
 
 
-INTEGERS = {f"weights {type_.name}": partial(weights, type_=type_) for type_ in (*BLOCK_SIZES, Type.INT8)}
-FLOATS = [type_ for type_ in Type if f"weights {type_.name}" not in INTEGERS]
 ALIKE: dict[str, Callable[[Kernels], Results]] = {  # all sets compute the same bits
-    **INTEGERS,
-    **{f"weights {type_.name}": partial(weights, type_=type_) for type_ in FLOATS},
+    **{f"weights {type_.name}": partial(weights, type_=type_) for type_ in Type},
     **{f"rounding {type_.name}": partial(rounding, type_=type_) for type_ in ROUNDED},
     "norms": norms, "activations": activations, "draws": draws,
     **{
@@ -181,7 +178,7 @@ ALIKE: dict[str, Callable[[Kernels], Results]] = {  # all sets compute the same 
     },
 }  # fmt: skip
 STAGES = ALIKE | {  # sets whose products are of floats and fused
-    **{f"plain {type_.name}": partial(weights, type_=type_, flags=Flag.NONE) for type_ in FLOATS},
+    **{f"plain {type_.name}": partial(weights, type_=type_, flags=Flag.NONE) for type_ in (*FLOATS, Type.FP8)},
     **{f"floats {name}": partial(models, variant=name, quantization=None) for name in VARIANTS},
     "descriptions": descriptions, "states": states,
 }  # fmt: skip
