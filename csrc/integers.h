@@ -13,6 +13,9 @@
 //                                           for others: int32, -OFFSET * sum of v, to which the products are added
 #pragma once
 #include "groups.h"
+#if defined(SP_AMX)
+#include "amx.h"
+#endif
 
 namespace SP_NAMESPACE {
 
@@ -90,9 +93,9 @@ static inline __attribute__((always_inline)) Ints load_integers(const char *weig
   return integers;
 }
 
-// Bytes are multiplied by int8, four products in each dword. With VNNI they are summed in 32 bits at once. Without it, sums of pairs have 16
-// bits: those of fitting(BITS) steps are exact. Integers of 8 bits are then multiplied in two parts of 4 bits.
-#if defined(SP_VNNI) || defined(SP_PORTABLE)
+// Bytes are multiplied by int8, four products in each dword. With VNNI, or ARM's dot products, they are summed in 32 bits at once. Without
+// these, sums of pairs have 16 bits: those of fitting(BITS) steps are exact. Integers of 8 bits are then multiplied in two parts of 4 bits.
+#if defined(SP_VNNI) || defined(SP_DOT) || defined(SP_PORTABLE)
 constexpr bool SHORTS = false;
 #else
 constexpr bool SHORTS = true;
@@ -129,7 +132,7 @@ static inline __attribute__((always_inline)) void unrolled(Work work) {
 }
 
 // sums[ROWS][VECS] += products of steps FIRST .. END - 1. weights(step, part, v): vector v of a part of the weights. x: [ROWS][GROUP].
-#if defined(SP_VNNI) || defined(SP_PORTABLE)
+#if defined(SP_VNNI) || defined(SP_DOT) || defined(SP_PORTABLE)
 template <int BITS, int ROWS, int FIRST, int END, typename Weights>
 static inline __attribute__((always_inline)) void add_products(Weights weights, const char *x, Ints sums[ROWS][VECS]) {
   unrolled<FIRST, END>([&](auto step) __attribute__((always_inline)) {
@@ -137,7 +140,7 @@ static inline __attribute__((always_inline)) void add_products(Weights weights, 
     for (int v = 0; v < VECS; v++) w[v] = weights(step, Number<0>(), v);
     for (int r = 0; r < ROWS; r++) {
       const Ints four = splat_dword(x + r * GROUP + 4 * step.value);
-      for (int v = 0; v < VECS; v++) sums[r][v] = add_four(sums[r][v], w[v], four);
+      for (int v = 0; v < VECS; v++) sums[r][v] = add_four_of<BITS>(sums[r][v], w[v], four);
     }
   });
 }
@@ -284,19 +287,24 @@ struct Scaling {
       : offset(number & 1), scale(number & 2), zero(number & 4), minimum(number & 8), halved(number & 16) {}
 };
 
-// total += scale_x * (scale * (sum + shift * sum of x) + minimum * sum of x), for each row and output
-template <int SCALING, int ROWS>
-static inline __attribute__((always_inline)) void add_scaled(const Ints sums[ROWS][VECS], const float *x_scales, const int32_t *x_sums,
-                                                             const Vec *scale, const Vec *second, Vec total[ROWS][VECS]) {
+// total + scale_x * (scale * (sum + second * sum of x)), or scale_x * (scale * sum + second * sum of x), of one row
+template <int SCALING>
+static inline __attribute__((always_inline)) Vec add_scaled(Ints integers, const float *x_scale, const int32_t *x_sum, Vec scale, Vec second,
+                                                            Vec total) {
   constexpr Scaling HOW(SCALING);
+  Vec sum = to_floats(integers);
+  if (HOW.zero) sum = fma(as_floats(splat_ints(*x_sum)), second, sum);
+  if (HOW.scale) sum = mul(sum, scale);
+  if (HOW.minimum) sum = fma(as_floats(splat_ints(*x_sum)), second, sum);
+  return fma(sum, splat(*x_scale), total);
+}
+
+// The same for each row and output.
+template <int SCALING, int ROWS>
+static inline __attribute__((always_inline)) void add_scaled_rows(const Ints sums[ROWS][VECS], const float *x_scales, const int32_t *x_sums,
+                                                                  const Vec *scale, const Vec *second, Vec total[ROWS][VECS]) {
   for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECS; v++) {
-      Vec sum = to_floats(sums[r][v]);
-      if (HOW.zero) sum = fma(as_floats(splat_ints(x_sums[r])), second[v], sum);
-      if (HOW.scale) sum = mul(sum, scale[v]);
-      if (HOW.minimum) sum = fma(as_floats(splat_ints(x_sums[r])), second[v], sum);
-      total[r][v] = fma(sum, splat(x_scales[r]), total[r][v]);
-    }
+    for (int v = 0; v < VECS; v++) total[r][v] = add_scaled<SCALING>(sums[r][v], x_scales + r, x_sums + r, scale[v], second[v], total[r][v]);
 }
 
 // Rows of x in a group: their integers, scales and offsets. The offsets of the halves are `rows` apart.
@@ -320,13 +328,13 @@ static inline __attribute__((always_inline)) void add_group(Weights weights, con
   begin(x.offsets);
   if constexpr (HOW.halved) {
     add_products<BITS, ROWS, 0, STEPS / 2>(weights, x.x, sums);
-    add_scaled<SCALING, ROWS>(sums, x.scales, nullptr, scale, nullptr, total);
+    add_scaled_rows<SCALING, ROWS>(sums, x.scales, x.offsets, scale, scale, total);
     begin(x.offsets + x.rows);
     add_products<BITS, ROWS, STEPS / 2, STEPS>(weights, x.x, sums);
-    return add_scaled<SCALING, ROWS>(sums, x.scales, nullptr, second, nullptr, total);
+    return add_scaled_rows<SCALING, ROWS>(sums, x.scales, x.offsets, second, second, total);
   }
   add_products<BITS, ROWS, 0, STEPS>(weights, x.x, sums);
-  add_scaled<SCALING, ROWS>(sums, x.scales, x.offsets, scale, second, total);
+  add_scaled_rows<SCALING, ROWS>(sums, x.scales, x.offsets, scale, second, total);
 }
 
 // The place of a part of a step in a decoded group, [part][step][WIDTH] dwords.
@@ -351,6 +359,9 @@ constexpr int ROWS_AT_ONCE = 1, FEW_ROWS = 1;
 constexpr int ROWS_AT_ONCE = REGISTERS == 32 ? 4 : 3;  // their sums and a step of weights fit in the registers
 constexpr int FEW_ROWS = 5;                            // these or fewer need no decoded copy, though not all sums fit
 #endif
+// More of those few are summed in two halves, each of which decodes a group: where one instruction adds a product and registers are few,
+// this takes less time than to spill the sums.
+constexpr int MOST_SUMMED = !SHORTS && REGISTERS == 16 ? 4 : FEW_ROWS;
 
 // The same for rows `row` .. rows - 1 and a group that is decoded. Not inlined, so that the sums stay in the registers.
 template <int BITS, int SCALING>
@@ -393,19 +404,162 @@ static inline __attribute__((always_inline)) void each_group_of(const char *pane
   });
 }
 
-// sums[ROWS][WIDTH]: each group is decoded in the registers.
+// sums[ROWS][WIDTH]: each group is decoded in the registers, once for up to MOST_SUMMED rows.
 template <int TYPE, int ROWS>
 static void sum_few(const char *panel, const Rows &given, int64_t k, float *sums) {
   Vec total[ROWS][VECS];
   clear<ROWS>(total);
   GroupRows x = {(const char *)given.dwords, given.scales, given.offsets, ROWS};
   each_group_of<TYPE>(panel, GroupLayout(TYPE, k), [&](const GroupAt &group, const Vec *scale, const Vec *second) __attribute__((always_inline)) {
-    add_first<TYPE, ROWS, false>(group, nullptr, x, scale, second, total);
+    constexpr int FIRST = ROWS <= MOST_SUMMED ? ROWS : (ROWS + 1) / 2;
+    add_first<TYPE, FIRST, false>(group, nullptr, x, scale, second, total);
+    if constexpr (FIRST < ROWS) {
+      asm volatile("" ::: "memory");  // else gcc keeps the decoded integers, in too many registers
+      const GroupRows rest = {x.x + FIRST * GROUP, x.scales + FIRST, x.offsets + FIRST, ROWS};
+      add_first<TYPE, ROWS - FIRST, false>(group, nullptr, rest, scale, second, total + FIRST);
+    }
     x.x += GROUP * ROWS, x.scales += ROWS, x.offsets += form_of(TYPE).is_halved() ? 2 * ROWS : ROWS;
   });
   put_acc<ROWS>(total, sums);
 }
 
+#if defined(SP_AMX)
+// More rows: CHUNK groups are decoded at a time, and multiplied by tiles of rows. The product of a tile has a column for each output of a
+// vector. Its totals stay in the registers while it runs over the chunk. A product takes longer to compute and to store than to scale, so
+// EARLY of them are computed before one is scaled; each of these has a tile and memory of its own.
+constexpr int64_t CHUNK = 8;  // groups, in 15 KB: they stay in the first-level cache for all rows
+constexpr int EARLY = 3, PRODUCTS = EARLY + 1, FEWEST_SCALED = 4;
+constexpr int PRODUCT_TILE = 0, X_TILE = PRODUCTS, W_TILE = X_TILE + 2;  // numbers of tiles; there are two of x and of w
+
+struct Chunk {
+  alignas(64) char integers[CHUNK][VECS][STEPS][VECTOR_BYTES];  // less OFFSET, or unsigned if the type has sums
+  Vec scale[CHUNK][VECS], second[CHUNK][VECS];
+  int64_t groups = 0;
+
+  template <int TYPE>
+  inline __attribute__((always_inline)) void add(const GroupAt &group, const Vec *its_scale, const Vec *its_second) {
+    constexpr Form FORM = form_of(TYPE);
+    unrolled<0, STEPS>([&](auto step) __attribute__((always_inline)) {
+      constexpr int S = decltype(step)::value;
+      for (int v = 0; v < VECS; v++) {
+        const Ints w = load_step<TYPE, S, 0>(group, v);
+        store_ints(integers[groups][v][S], FORM.offset ? sub_bytes(w, splat_byte((uint8_t)FORM.offset)) : w);
+      }
+    });
+    constexpr Scaling HOW(FORM);
+    for (int v = 0; v < VECS; v++) {
+      if (HOW.scale) scale[groups][v] = its_scale[v];
+      if (HOW.zero || HOW.minimum || HOW.halved) second[groups][v] = its_second[v];
+    }
+    groups++;
+  }
+};
+
+// Of more than TILE_ROWS rows, all tiles have TILE_ROWS: what follows the last row in memory is multiplied too. depth: bytes of a row of x.
+static inline void shape_int8_tiles(int64_t rows, int64_t depth) {
+  const int64_t some = rows < TILE_ROWS ? rows : TILE_ROWS;
+  TileShapes shapes;
+  for (int i = 0; i < PRODUCTS; i++) shapes.set(PRODUCT_TILE + i, some, VECTOR_BYTES);
+  for (int i = 0; i < 2; i++) shapes.set(X_TILE + i, some, depth), shapes.set(W_TILE + i, depth / 4, VECTOR_BYTES);
+  shape_tiles(shapes);
+}
+
+// A tile's scales and sums of x in each group, with zeros after the last row.
+struct TileScales {
+  alignas(64) float scales[CHUNK][TILE_ROWS] = {{0}};
+  int32_t sums[CHUNK][TILE_ROWS] = {{0}};
+
+  TileScales(const GroupRows &x, int64_t row, int64_t some, int64_t groups, bool has_sums) {
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t first = g * x.rows + row;
+      if (some == TILE_ROWS) {  // of a constant size, which the compiler copies by itself
+        memcpy(scales[g], x.scales + first, sizeof scales[g]);
+        if (has_sums) memcpy(sums[g], x.offsets + first, sizeof sums[g]);
+      } else {
+        memcpy(scales[g], x.scales + first, some * 4);
+        if (has_sums) memcpy(sums[g], x.offsets + first, some * 4);
+      }
+    }
+  }
+};
+
+// Add the products of a chunk and `some` rows from row `row` on, of which ROWS are scaled, to their totals.
+template <int SCALING, int ROWS>
+static __attribute__((noinline)) void add_tile(const Chunk &chunk, const GroupRows &x, int64_t row, int64_t some, float *totals) {
+  constexpr Scaling HOW(SCALING);
+  constexpr int64_t HALVES = HOW.halved ? 2 : 1, DEPTH = GROUP / HALVES;
+  constexpr int WIDER = VECTOR_BYTES / GROUP;  // a row of w or of the product than a row of x
+  const int64_t parts = chunk.groups * HALVES, rounds = (parts + PRODUCTS - 1) / PRODUCTS * PRODUCTS;  // a part has a scale of its own
+  const int64_t stride = x.rows * GROUP;
+  const char *const rows = x.x + row * GROUP;
+  const TileScales own(x, row, some, chunk.groups, HOW.zero || HOW.minimum);
+  alignas(64) char products[PRODUCTS][TILE_ROWS][VECTOR_BYTES];
+  float *at = totals + row * WIDTH;
+
+  const auto multiply = [&](auto which, int64_t part, int64_t v) __attribute__((always_inline)) {
+    constexpr int WHICH = decltype(which)::value, PRODUCT = PRODUCT_TILE + WHICH, X = X_TILE + WHICH % 2, W = W_TILE + WHICH % 2;
+    if (part >= rounds) part -= rounds, v++;
+    if (part >= parts || v >= VECS) return;
+    clear_tile<PRODUCT>();
+    load_tile<X>(rows + part / HALVES * stride + part % HALVES * DEPTH, GROUP);
+    load_tile<W, WIDER>(chunk.integers[part / HALVES][v][part % HALVES * STEPS / 2], GROUP);
+    multiply_bytes<HOW.offset, PRODUCT, X, W>();
+    store_tile<PRODUCT, WIDER>(products[WHICH], GROUP);
+  };
+
+  unrolled<0, EARLY>([&](auto which) __attribute__((always_inline)) { multiply(which, which.value, 0); });
+  for (int64_t v = 0; v < VECS; v++, at += LANES) {
+    Vec total[ROWS];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) total[r] = load(at + r * WIDTH);
+    for (int64_t begin = 0; begin < rounds; begin += PRODUCTS)
+      unrolled<0, PRODUCTS>([&](auto which) __attribute__((always_inline)) {
+        const int64_t part = begin + which.value, group = part / HALVES;
+        multiply(Number<(decltype(which)::value + EARLY) % PRODUCTS>(), part + EARLY, v);
+        if (part >= parts) return;
+        const Vec second = chunk.second[group][v], scale = part % HALVES ? second : chunk.scale[group][v];
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+          const Ints product = load_ints(products[which.value][r]);
+          total[r] = add_scaled<SCALING>(product, own.scales[group] + r, own.sums[group] + r, scale, second, total[r]);
+        }
+      });
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) store(at + r * WIDTH, total[r]);
+  }
+}
+
+typedef void AddTile(const Chunk &chunk, const GroupRows &x, int64_t row, int64_t some, float *totals);
+template <int SCALING, int... ROWS>
+static void add_tiles(const Chunk &chunk, const GroupRows &x, float *totals, Numbers<ROWS...>) {
+  static constexpr AddTile *ADD[] = {add_tile<SCALING, ROWS>...};
+  for (int64_t row = 0; row < x.rows; row += TILE_ROWS) {
+    const int64_t some = x.rows - row < TILE_ROWS ? x.rows - row : TILE_ROWS;
+    ADD[(some - 1) / FEWEST_SCALED](chunk, x, row, some, totals);
+  }
+}
+
+template <int TYPE>
+static void sum_many(const char *panel, const Rows &given, int64_t k, float *sums) {
+  constexpr Form FORM = form_of(TYPE);
+  Chunk chunk;
+  const int64_t rows = given.rows;
+  GroupRows x = {(const char *)given.dwords, given.scales, given.offsets, rows};
+  memset(sums, 0, (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS * WIDTH * sizeof(float));
+  shape_int8_tiles(rows, FORM.is_halved() ? GROUP / 2 : GROUP);
+  const auto add_chunk = [&] {
+    add_tiles<Scaling(FORM).number()>(chunk, x, sums, decltype(numbers<FEWEST_SCALED, TILE_ROWS + 1, FEWEST_SCALED>())());
+    x.x += chunk.groups * rows * GROUP, x.scales += chunk.groups * rows, x.offsets += chunk.groups * (FORM.is_halved() ? 2 * rows : rows);
+    chunk.groups = 0;
+  };
+  each_group_of<TYPE>(panel, GroupLayout(TYPE, k), [&](const GroupAt &group, const Vec *scale, const Vec *second) __attribute__((always_inline)) {
+    if (chunk.groups == CHUNK) add_chunk();
+    chunk.add<TYPE>(group, scale, second);
+  });
+  add_chunk();
+  release_tiles();
+}
+#else
 // More rows: each group is decoded once, with the first ROWS_AT_ONCE rows.
 template <int TYPE>
 static void sum_many(const char *panel, const Rows &given, int64_t k, float *sums) {
@@ -424,6 +578,7 @@ static void sum_many(const char *panel, const Rows &given, int64_t k, float *sum
     x.x += rows * GROUP, x.scales += rows, x.offsets += FORM.is_halved() ? 2 * rows : rows;
   });
 }
+#endif
 
 // sums[rows][WIDTH] of one panel and some rows, over k inputs.
 template <int TYPE>

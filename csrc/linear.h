@@ -17,8 +17,8 @@
 //   4 streams of 10 steps   0 4 8 | 1 5 9 | 2 6 . | 3 7 .      . = padding
 //
 // x is float32, and bfloat16 and float16 weights are widened to it. But if the processor multiplies pairs of bfloat16 (SP_BF16_PAIRS), x
-// is rounded to bfloat16 for bfloat16 weights (tiles.h), and accumulators take k in pairs, the second of each pair first. Groups of
-// integers are multiplied by int8 (integers.h).
+// is rounded to bfloat16 for bfloat16 weights (tiles.h), and accumulators take k in pairs, the second of each pair first; tiles of AMX have
+// an order of their own (pair_tiles.h). Groups of integers are multiplied by int8 (integers.h).
 #pragma once
 #include "activations.h"
 #include "table.h"

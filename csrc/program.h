@@ -544,7 +544,7 @@ static double read_all(const void *data, int64_t bytes, int threads) {
     });
     float largest = 0.0f;
     for (int v = 0; v < VECS; v++) largest += first_lane(sums[v]);
-    asm volatile("" ::"x"(largest));  // it must be used, or nothing would be read
+    asm volatile("" ::"m"(largest));  // it must be used, or nothing would be read
   });
   clock_gettime(CLOCK_MONOTONIC, &ended);
   return (double)(ended.tv_sec - started.tv_sec) + (double)(ended.tv_nsec - started.tv_nsec) / 1e9;

@@ -340,7 +340,10 @@ static void round_super(int type, const float *weights, int64_t groups, uint8_t 
 // Round a row to int8, with the scale that makes its largest weight 127.
 static void round_to_int8_row(int source, const void *weights, int64_t first, int64_t k, uint8_t *row) {
   float largest = 0.0f;
-  for (int64_t j = 0; j < k; j++) largest = fmaxf(largest, fabsf(read_weight(source, weights, first + j)));
+  for (int64_t j = 0; j < k; j++) {  // not fmaxf, over which gcc 12 fails for ARM
+    const float size = fabsf(read_weight(source, weights, first + j));
+    if (size > largest) largest = size;
+  }
   const float scale = largest / 127.0f, factor = largest > 0.0f ? 127.0f / largest : 0.0f;
   memcpy(row, &scale, 4);
   for (int64_t j = 0; j < k; j++) row[4 + j] = (uint8_t)(int8_t)lrintf(read_weight(source, weights, first + j) * factor);

@@ -76,6 +76,7 @@ static inline Ints bits_or(Ints a, Ints b) { return _mm512_or_si512(a, b); }
 static inline Ints bits_xor(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
 static inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 static inline Ints sub_ints(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
+static inline Ints sub_bytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
 template <int N> static inline Ints shift_left(Ints a) { return _mm512_slli_epi32(a, N); }
 template <int N> static inline Ints shift_right(Ints a) { return _mm512_srli_epi32(a, N); }
 template <int N> static inline Ints shift_right_signed(Ints a) { return _mm512_srai_epi32(a, N); }
@@ -140,7 +141,7 @@ static inline Vec flush(Vec v) {
 // nearest even, and subnormal numbers count as zeros. The model follows Intel's manual on VDPBF16PS, for tests on processors
 // without it.
 static inline Vec add_pairs(Vec sum, Ints w, Ints x) {
-#if defined(SP_BF16_MODEL)
+#if defined(SP_MODELS)
   sum = flush(fma(flush(high_bf16(w)), flush(high_bf16(x)), flush(sum)));
   return flush(fma(flush(low_bf16(w)), flush(low_bf16(x)), sum));
 #else
@@ -220,6 +221,7 @@ static inline Ints bits_or(Ints a, Ints b) { return _mm256_or_si256(a, b); }
 static inline Ints bits_xor(Ints a, Ints b) { return _mm256_xor_si256(a, b); }
 static inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 static inline Ints sub_ints(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
+static inline Ints sub_bytes(Ints a, Ints b) { return _mm256_sub_epi8(a, b); }
 template <int N> static inline Ints shift_left(Ints a) { return _mm256_slli_epi32(a, N); }
 template <int N> static inline Ints shift_right(Ints a) { return _mm256_srli_epi32(a, N); }
 template <int N> static inline Ints shift_right_signed(Ints a) { return _mm256_srai_epi32(a, N); }
@@ -247,9 +249,14 @@ static inline Ints slots_of(Ints v) {
 }
 static inline Ints pick_equal(Ints found, Ints a, Ints b, Ints other) { return _mm256_blendv_epi8(found, other, _mm256_cmpeq_epi8(a, b)); }
 static inline Ints add_four(Ints sum, Ints w, Ints x) {
+#if defined(SP_VNNI) && !defined(SP_MODELS)
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));  // not AVX-512's; see fma_into
+  return sum;
+#else
   const Ints even = _mm256_and_si256(w, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(w, 8);
   const Ints x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), x_odd = _mm256_srai_epi16(x, 8);
   return _mm256_add_epi32(sum, _mm256_add_epi32(_mm256_madd_epi16(even, x_even), _mm256_madd_epi16(odd, x_odd)));
+#endif
 }
 static inline Ints pair_products(Ints w, Ints x) { return _mm256_maddubs_epi16(w, x); }
 static inline Ints add_shorts(Ints a, Ints b) {
@@ -279,6 +286,167 @@ static inline void transpose(const float *const *from, float *to, int64_t to_str
     store(to + c * to_stride, _mm256_permute2f128_ps(t[c], t[4 + c], 0x20));
     store(to + (4 + c) * to_stride, _mm256_permute2f128_ps(t[c], t[4 + c], 0x31));
   }
+}
+}  // namespace SP_NAMESPACE
+
+#elif defined(SP_NEON)
+#include <arm_neon.h>
+namespace SP_NAMESPACE {
+// Two registers stand for one of AVX2's, so that the order of sums, and thereby all bits, are the same.
+constexpr int LANES = 8, REGISTERS = 16;
+struct Vec { float32x4_t low, high; };
+struct Ints { uint32x4_t low, high; };
+typedef uint8x16_t Bytes;
+static inline Bytes bytes(uint32x4_t a) { return vreinterpretq_u8_u32(a); }
+static inline int8x16_t signed_bytes(uint32x4_t a) { return vreinterpretq_s8_u32(a); }
+static inline int32x4_t signed_ints(uint32x4_t a) { return vreinterpretq_s32_u32(a); }
+static inline Ints ints(Bytes low, Bytes high) { return {vreinterpretq_u32_u8(low), vreinterpretq_u32_u8(high)}; }
+static inline Ints ints(int32x4_t low, int32x4_t high) { return {vreinterpretq_u32_s32(low), vreinterpretq_u32_s32(high)}; }
+static inline Vec zero() { return {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)}; }
+static inline Vec splat(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
+static inline Vec load(const float *p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
+static inline void store(float *p, Vec v) { vst1q_f32(p, v.low), vst1q_f32(p + 4, v.high); }
+static inline void stream(float *p, Vec v) { store(p, v); }
+static inline void finish_streams() {}
+static inline Vec add(Vec a, Vec b) { return {vaddq_f32(a.low, b.low), vaddq_f32(a.high, b.high)}; }
+static inline Vec sub(Vec a, Vec b) { return {vsubq_f32(a.low, b.low), vsubq_f32(a.high, b.high)}; }
+static inline Vec mul(Vec a, Vec b) { return {vmulq_f32(a.low, b.low), vmulq_f32(a.high, b.high)}; }
+static inline Vec divide(Vec a, Vec b) { return {vdivq_f32(a.low, b.low), vdivq_f32(a.high, b.high)}; }
+// Not FMAX and FMIN, which return NaN if either is: b is returned, as on x86, and also of two zeros.
+static inline float32x4_t max_of(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+static inline float32x4_t min_of(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+static inline Vec max(Vec a, Vec b) { return {max_of(a.low, b.low), max_of(a.high, b.high)}; }
+static inline Vec min(Vec a, Vec b) { return {min_of(a.low, b.low), min_of(a.high, b.high)}; }
+static inline Vec fma(Vec a, Vec b, Vec c) { return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)}; }
+static inline Vec fma_into(Vec sum, Vec a, Vec b) { return fma(a, b, sum); }
+static inline Vec nearest(Vec a) { return {vrndnq_f32(a.low), vrndnq_f32(a.high)}; }
+static inline float32x4_t power_of_2(int32x4_t n) {
+  return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, vdupq_n_s32(127)), 23));
+}
+static inline float32x4_t times_power_of(float32x4_t a, float32x4_t n) {
+  const int32x4_t whole = vcvtnq_s32_f32(n), half = vshrq_n_s32(whole, 1);
+  return vmulq_f32(vmulq_f32(a, power_of_2(half)), power_of_2(vsubq_s32(whole, half)));
+}
+static inline Vec times_power(Vec a, Vec n) { return {times_power_of(a.low, n.low), times_power_of(a.high, n.high)}; }
+static inline bool all_finite(Vec a) {
+  const float32x4_t most = vdupq_n_f32(3.402823466e38f);
+  return vminvq_u32(vandq_u32(vcaleq_f32(a.low, most), vcaleq_f32(a.high, most)));
+}
+static inline Ints load_ints(const void *p) { return ints(vld1q_u8((const uint8_t *)p), vld1q_u8((const uint8_t *)p + 16)); }
+static inline Ints splat_ints(int32_t x) { return ints(vdupq_n_s32(x), vdupq_n_s32(x)); }
+static inline Ints splat_byte(uint8_t x) { return ints(vdupq_n_u8(x), vdupq_n_u8(x)); }
+static inline Vec to_floats(Ints a) { return {vcvtq_f32_s32(signed_ints(a.low)), vcvtq_f32_s32(signed_ints(a.high))}; }
+static inline void store_ints(void *p, Ints a) { vst1q_u8((uint8_t *)p, bytes(a.low)), vst1q_u8((uint8_t *)p + 16, bytes(a.high)); }
+static inline Ints bits_and(Ints a, Ints b) { return {vandq_u32(a.low, b.low), vandq_u32(a.high, b.high)}; }
+static inline Ints bits_or(Ints a, Ints b) { return {vorrq_u32(a.low, b.low), vorrq_u32(a.high, b.high)}; }
+static inline Ints bits_xor(Ints a, Ints b) { return {veorq_u32(a.low, b.low), veorq_u32(a.high, b.high)}; }
+static inline Ints low_halves(Ints a) { return bits_and(a, splat_byte(15)); }
+static inline Ints high_halves(Ints a) { return ints(vshrq_n_u8(bytes(a.low), 4), vshrq_n_u8(bytes(a.high), 4)); }
+static inline Ints add_ints(Ints a, Ints b) { return {vaddq_u32(a.low, b.low), vaddq_u32(a.high, b.high)}; }
+static inline Ints sub_ints(Ints a, Ints b) { return {vsubq_u32(a.low, b.low), vsubq_u32(a.high, b.high)}; }
+template <int N> static inline Ints shift_left(Ints a) { return {vshlq_n_u32(a.low, N), vshlq_n_u32(a.high, N)}; }
+// A shift by an immediate is at least by 1.
+template <int N> static inline uint32x4_t right(uint32x4_t a) { if constexpr (N) return vshrq_n_u32(a, N); else return a; }
+template <int N> static inline Ints shift_right(Ints a) { return {right<N>(a.low), right<N>(a.high)}; }
+template <int N> static inline Ints shift_right_signed(Ints a) {
+  return ints(vshrq_n_s32(signed_ints(a.low), N), vshrq_n_s32(signed_ints(a.high), N));
+}
+static inline Vec as_floats(Ints a) { return {vreinterpretq_f32_u32(a.low), vreinterpretq_f32_u32(a.high)}; }
+static inline Ints load_unsigned(const uint8_t *p) {
+  const uint16x8_t wide = vmovl_u8(vld1_u8(p));
+  return {vmovl_u16(vget_low_u16(wide)), vmovl_high_u16(wide)};
+}
+static inline Ints load_signed(const int8_t *p) {
+  const int16x8_t wide = vmovl_s8(vld1_s8(p));
+  return ints(vmovl_s16(vget_low_s16(wide)), vmovl_high_s16(wide));
+}
+static inline Vec load_f16(const uint16_t *p) {
+  const float16x8_t halves = vreinterpretq_f16_u16(vld1q_u16(p));
+  return {vcvt_f32_f16(vget_low_f16(halves)), vcvt_high_f32_f16(halves)};
+}
+static inline void store_bytes(int8_t *p, Vec a) {
+  vst1_s8(p, vqmovn_s16(vqmovn_high_s32(vqmovn_s32(vcvtnq_s32_f32(a.low)), vcvtnq_s32_f32(a.high))));
+}
+static inline Ints load_table(const uint8_t *p) { return ints(vld1q_u8(p), vld1q_u8(p)); }
+static inline Ints look_up(Ints table, Ints index) {  // TBL gives 0 from index 16 on, so that the sign keeps an index out of the table
+  const Bytes kept = vdupq_n_u8(0x8f);
+  return ints(vqtbl1q_u8(bytes(table.low), vandq_u8(bytes(index.low), kept)), vqtbl1q_u8(bytes(table.high), vandq_u8(bytes(index.high), kept)));
+}
+static inline Ints zip_low(Ints a, Ints b) { return ints(vzip1q_u8(bytes(a.low), bytes(b.low)), vzip1q_u8(bytes(a.high), bytes(b.high))); }
+static inline Ints zip_high(Ints a, Ints b) { return ints(vzip2q_u8(bytes(a.low), bytes(b.low)), vzip2q_u8(bytes(a.high), bytes(b.high))); }
+static inline Ints unzip_first(Ints a, Ints b) { return ints(vuzp1q_u8(bytes(a.low), bytes(b.low)), vuzp1q_u8(bytes(a.high), bytes(b.high))); }
+static inline Ints unzip_second(Ints a, Ints b) { return ints(vuzp2q_u8(bytes(a.low), bytes(b.low)), vuzp2q_u8(bytes(a.high), bytes(b.high))); }
+static inline Ints equal_bytes(Ints a, Ints b) { return ints(vceqq_u8(bytes(a.low), bytes(b.low)), vceqq_u8(bytes(a.high), bytes(b.high))); }
+static inline int count_equal(Ints a, Ints b) {
+  const Ints equal = bits_and(equal_bytes(a, b), splat_byte(1));
+  return vaddvq_u8(vaddq_u8(bytes(equal.low), bytes(equal.high)));
+}
+static inline Ints slots_of(Ints v) { return bits_or(bits_and(v, splat_byte(7)), bits_and(high_halves(v), splat_byte(8))); }
+static inline Ints pick_equal(Ints found, Ints a, Ints b, Ints other) {
+  const Ints equal = equal_bytes(a, b);
+  return {vbslq_u32(equal.low, other.low, found.low), vbslq_u32(equal.high, other.high, found.high)};
+}
+#if defined(SP_I8MM)
+static inline int32x4_t add_dots(uint32x4_t sum, uint32x4_t w, uint32x4_t x) { return vusdotq_s32(signed_ints(sum), bytes(w), signed_bytes(x)); }
+template <int BITS> static inline Ints add_four_of(Ints sum, Ints w, Ints x) { return ints(add_dots(sum.low, w.low, x.low), add_dots(sum.high, w.high, x.high)); }
+#elif defined(SP_DOT)
+// SDOT multiplies signed bytes. w - 128 is one, and the products of 128 are the same for all w: twice those of 64.
+static inline int32x4_t add_dots(uint32x4_t sum, uint32x4_t w, uint32x4_t x) { return vdotq_s32(signed_ints(sum), signed_bytes(w), signed_bytes(x)); }
+static inline Ints add_signed(Ints sum, Ints w, Ints x) { return ints(add_dots(sum.low, w.low, x.low), add_dots(sum.high, w.high, x.high)); }
+template <int BITS> static inline Ints add_four_of(Ints sum, Ints w, Ints x) {
+  if (BITS < 8) return add_signed(sum, w, x);
+  const Ints half = add_signed(splat_ints(0), splat_byte(64), x);
+  return add_signed(add_ints(sum, add_ints(half, half)), bits_xor(w, splat_byte(128)), x);
+}
+#else
+static inline int16x8_t pairs_of(uint32x4_t w, uint32x4_t x) {  // w < 128
+  const int8x16_t a = signed_bytes(w), b = signed_bytes(x);
+  return vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b));
+}
+static inline Ints pair_products(Ints w, Ints x) {
+  return {vreinterpretq_u32_s16(pairs_of(w.low, x.low)), vreinterpretq_u32_s16(pairs_of(w.high, x.high))};
+}
+static inline uint32x4_t sum_of_shorts(uint32x4_t a, uint32x4_t b) {
+  return vreinterpretq_u32_u16(vaddq_u16(vreinterpretq_u16_u32(a), vreinterpretq_u16_u32(b)));
+}
+static inline Ints add_shorts(Ints a, Ints b) { return {sum_of_shorts(a.low, b.low), sum_of_shorts(a.high, b.high)}; }
+template <int FACTOR> static inline int32x4_t add_pairs_of(uint32x4_t sum, uint32x4_t a) {
+  const int16x8_t shorts = vreinterpretq_s16_u32(a);
+  return FACTOR == 1 ? vpadalq_s16(signed_ints(sum), shorts) : vmlaq_n_s32(signed_ints(sum), vpaddlq_s16(shorts), FACTOR);
+}
+template <int FACTOR> static inline Ints add_short_pairs(Ints sum, Ints a) {
+  return ints(add_pairs_of<FACTOR>(sum.low, a.low), add_pairs_of<FACTOR>(sum.high, a.high));
+}
+#endif
+static inline Vec low_bf16(Ints v) { return as_floats(shift_left<16>(v)); }
+static inline Vec high_bf16(Ints v) { return as_floats(bits_and(v, splat_ints((int32_t)0xffff0000))); }
+static inline Vec load_bf16(const uint16_t *p) {
+  const uint16x8_t v = vld1q_u16(p);
+  return as_floats({vshll_n_u16(vget_low_u16(v), 16), vshll_high_n_u16(v, 16)});
+}
+static inline float first_lane(Vec v) { return vgetq_lane_f32(v.low, 0); }
+static inline float sum_lanes(Vec v) {
+  const float32x4_t four = vaddq_f32(v.low, v.high);
+  const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+  return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+}
+static inline float max_lanes(Vec v) {
+  const float32x4_t four = max_of(v.low, v.high), two = max_of(four, vextq_f32(four, four, 2));
+  return vgetq_lane_f32(max_of(two, vdupq_laneq_f32(two, 1)), 0);
+}
+static inline void transpose(const float *const *from, float *to, int64_t to_stride) {
+  for (int i = 0; i < LANES; i += 4)
+    for (int j = 0; j < LANES; j += 4) {
+      const float32x4_t a = vld1q_f32(from[i] + j), b = vld1q_f32(from[i + 1] + j);
+      const float32x4_t c = vld1q_f32(from[i + 2] + j), d = vld1q_f32(from[i + 3] + j);
+      const float64x2_t even[2] = {vreinterpretq_f64_f32(vtrn1q_f32(a, b)), vreinterpretq_f64_f32(vtrn1q_f32(c, d))};
+      const float64x2_t odd[2] = {vreinterpretq_f64_f32(vtrn2q_f32(a, b)), vreinterpretq_f64_f32(vtrn2q_f32(c, d))};
+      float *at = to + j * to_stride + i;
+      vst1q_f32(at, vreinterpretq_f32_f64(vtrn1q_f64(even[0], even[1])));
+      vst1q_f32(at + to_stride, vreinterpretq_f32_f64(vtrn1q_f64(odd[0], odd[1])));
+      vst1q_f32(at + 2 * to_stride, vreinterpretq_f32_f64(vtrn2q_f64(even[0], even[1])));
+      vst1q_f32(at + 3 * to_stride, vreinterpretq_f32_f64(vtrn2q_f64(odd[0], odd[1])));
+    }
 }
 }  // namespace SP_NAMESPACE
 
@@ -473,6 +641,11 @@ static inline void transpose(const float *const *from, float *to, int64_t to_str
 #endif
 
 namespace SP_NAMESPACE {
+
+#if !defined(SP_NEON)
+// The same as `add_four`, for w of BITS bits.
+template <int BITS> static inline Ints add_four_of(Ints sum, Ints w, Ints x) { return add_four(sum, w, x); }
+#endif
 
 // Every lane holds the four bytes at p.
 static inline Ints splat_dword(const void *p) {

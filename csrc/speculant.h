@@ -7,8 +7,8 @@
  * keys begin at absolute positions, and neither the number of threads nor that of rows changes a result.
  *
  * All activations are float32. Products are float32 too, with two exceptions: rows are rounded to int8, with a scale for each 32 numbers,
- * for weights in groups of integers (groups.h), and to bfloat16 for bfloat16 weights on the set avx512bf16, whose instruction takes no
- * other type.
+ * for weights in groups of integers (groups.h), and to bfloat16 for bfloat16 weights on the sets avx512bf16 and amx, whose instructions
+ * take no other type. Attention computes in float32 on these sets too, so that integer weights give the same text on every set.
  * T = number of rows of the pass.
  */
 #ifndef SPECULANT_H
@@ -230,6 +230,7 @@ extern int64_t sp_group_streams;
  * weights are packed for one set and only that set can read them. */
 const char *sp_name(int set);
 int sp_usable(int set);                      /* whether this processor has it */
+int sp_measured(int set);                    /* whether its speed was ever measured; if not, it is used only if it is named */
 
 int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k);
 /* Pack weights [n, k] as `type`. `source`: SP_F32 or SP_BF16 for SP_F32 and SP_BF16; SP_F16 for SP_F16; or the type

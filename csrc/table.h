@@ -5,7 +5,7 @@
 // Packed rows of x, converted to the type that the weights are multiplied by (tiles.h).
 struct SpRows {
   int64_t rows;
-  const void *dwords;      // in tiles, see linear.h; for weights in groups: [groups][rows][32] int8
+  const void *dwords;      // in tiles, see linear.h, or rows, see SpSums; for weights in groups: [groups][rows][32] int8
   const float *scales;     // for weights in groups: see integers.h
   const int32_t *offsets;
 };
@@ -18,6 +18,8 @@ struct SpSums {
   const SpSum *floats;  // by SpType, and SP_FP8 after SP_BF12; for layers with SP_ALIKE in any case
   const SpSum *pairs;   // SP_BF16 and SP_BF12 by rows that are rounded to bfloat16, in place of those in `floats`; or NULL
   const SpSum *groups;  // by SpType, from SP_INT8 on
+  int64_t tile = 0;     // of AMX: rows for `pairs` are not packed in the tiles of linear.h but stay rows, of a multiple of `tile` dwords, and
+                        // the number of rows for `pairs` and `groups` is read as a multiple of `tile`. 0 = there are no such tiles
   const SpSum *quick = nullptr;  // in place of `floats`, and faster: products are rounded before they are added
 };
 

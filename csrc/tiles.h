@@ -3,7 +3,7 @@
 //
 //   float32, float16, bfloat16,
 //   e4m3                         float32; a single row is read in place
-//   bfloat16 in pairs            bfloat16, if the processor multiplies pairs of them (linear.h)
+//   bfloat16 in pairs            bfloat16, if the processor multiplies pairs of them (linear.h); rows for tiles of AMX (pair_tiles.h)
 //   groups of integers           int8, with a scale for each 32 numbers (integers.h); in one piece for all rows of a block
 #pragma once
 #include "coded.h"
@@ -31,16 +31,20 @@ struct Tiles {
   // several: whether a tile may have several rows.
   void make_room(const SpOp &op, int64_t rows, bool several) {
     if (is_float(op) && !several) return;
-    dwords.resize(rows * dwords_of(op));
+    dwords.resize((sums.tile && !is_float(op) ? rows + sums.tile - 1 : rows) * dwords_of(op));
     scales.resize(rows * scales_of(op)), offsets.resize(rows * offsets_of(op));
-    if (!is_float(op) && is_bf16(op)) narrowed.resize(rows * dwords_of(op));
+    if (!is_float(op) && is_bf16(op) && !sums.tile) narrowed.resize(rows * dwords_of(op));
   }
 
   bool is_float(const SpOp &op) const { return is_bf16(op) ? !takes_pairs(op, sums) : !is_grouped(op.type); }
   bool is_packed(const SpOp &op, int64_t rows) const { return !is_float(op) || rows > 1; }
+  bool stays_rows(const SpOp &op) const { return is_bf16(op) && sums.pairs && sums.tile; }
 
   // The size of a packed row.
-  int64_t dwords_of(const SpOp &op) const { return is_float(op) ? op.k : is_bf16(op) ? (op.k + 1) / 2 : padded_depth(op.k) / 4; }
+  int64_t dwords_of(const SpOp &op) const {
+    if (stays_rows(op)) return ((op.k + 1) / 2 + sums.tile - 1) / sums.tile * sums.tile;
+    return is_float(op) ? op.k : is_bf16(op) ? (op.k + 1) / 2 : padded_depth(op.k) / 4;
+  }
 
   // A work item packs a part of a tile.
   int64_t part_of(const SpOp &op) const { return is_float(op) ? PART : NARROW_PART; }
@@ -103,13 +107,14 @@ static void pack_part(const SpOp &op, Tiles &x, const float *const *rows, int64_
   if (is_grouped(op.type)) return;
   uint32_t *packed = x.dwords.items + first * width;
   if (x.is_float(op)) return pack_rows((const uint32_t *const *)rows, some, begin, end, packed);
-  uint32_t *narrowed = some == 1 ? packed : x.narrowed.items + first * width;
+  const bool in_place = some == 1 || x.stays_rows(op);
+  uint32_t *narrowed = in_place ? packed : x.narrowed.items + first * width;
   const uint32_t *from[MOST_ROWS];
   for (int64_t r = 0; r < some; r++) {
     from[r] = narrowed + r * width;
     narrow_row(op, rows[r], begin, end, (uint16_t *)(narrowed + r * width));
   }
-  if (some > 1) pack_rows(from, some, begin, end, packed);
+  if (!in_place) pack_rows(from, some, begin, end, packed);
 }
 
 static void pack_piece(const SpOp &op, int64_t rows, Tiles &x, int64_t item) {

@@ -16,7 +16,7 @@ from speculant.kernels import Activation, Code, Kernels, Op, Pass, Type, open_ke
 from speculant.models import gating, linear
 from tests import fp8
 from tests.examples import examples
-from tests.native import FLOATS, SETS, held, look_up, needs_kernels, on, random, rows_of, run
+from tests.native import FLOATS, PAIRED_SETS, SETS, held, look_up, needs_kernels, on, random, rows_of, run
 
 pytestmark = needs_kernels
 EXACT_TYPES = (*FLOATS, Type.FP8)  # all numbers in a type are multiplied as they are
@@ -40,7 +40,7 @@ def run_linear(
 
 def multiplied(isa: str, type_: Type, x: Tensor) -> Tensor:
     """Return the factor of a linear layer: x, or x in bfloat16 where the instruction takes pairs of it."""
-    return x.bfloat16().float() if isa == "avx512bf16" and type_ in (Type.BF16, Type.BF12) else x
+    return x.bfloat16().float() if isa in PAIRED_SETS and type_ in (Type.BF16, Type.BF12) else x
 
 
 def bound(x: Tensor, weight: Tensor) -> Tensor:

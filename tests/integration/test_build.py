@@ -15,9 +15,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from speculant.kernels import usable_sets
+from speculant.kernels import built_sets, usable_sets
 
 ROOT = Path(__file__).parents[2]
+
+
+def best() -> str:
+    """Return the best set that this machine uses without being told to."""
+    return next(each.name for each in built_sets() if each.usable and each.measured)
 
 
 def commands(folder: Path, sets: str) -> dict[str, str]:
@@ -35,7 +40,7 @@ def commands(folder: Path, sets: str) -> dict[str, str]:
 def test_a_build_has_the_best_set_in_full(tmp_path: Path) -> None:
     """Of SETS=own it is the only one; SETS=tested compiles the others with less optimisation."""
     own, tested, full = (commands(tmp_path / sets, sets) for sets in ("own", "tested", "all"))
-    assert re.findall(r"-DSP_WITH_(\w+)", own["dispatch"]) == [usable_sets()[0].upper()]
+    assert re.findall(r"-DSP_WITH_(\w+)", own["dispatch"]) == [best().upper()]
     assert set(own) < set(tested) == set(full)
     assert {name for name in tested if "-O1" not in tested[name].split()} == set(own)
     assert not [name for name in (*own, *full) if "-O1" in {**full, **own}[name].split()]
@@ -98,7 +103,7 @@ def test_a_wheel_runs_the_demo_without_a_compiler() -> None:
     """It is installed in an empty environment outside the checkout, whose PATH has no compiler."""
     command = [sys.executable, str(ROOT / "tools" / "try_wheel.py"), "--sets", "own"]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert f"MB, sets {usable_sets()[0]}\n" in said
+    assert f"MB, sets {best()}\n" in said
     assert "the demo ran in" in said
 
 

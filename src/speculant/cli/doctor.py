@@ -9,11 +9,11 @@ import platform
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -384,6 +384,13 @@ INSTRUCTION_SETS = (
     *("asimd", "asimddp", "fphp", "i8mm", "bf16", "sve", "sve2"),
 )
 
+# Sets of the native kernels, the best first, and the flags of processors that have them.
+SET_FLAGS = {
+    "amx": ("amx_int8", "amx_bf16"), "avx512bf16": ("avx512_bf16", "avx512_vnni"), "avx512vnni": ("avx512_vnni",),
+    "avx512": ("avx512f", "avx512bw"), "avxvnni": ("avx_vnni",), "avx2": ("avx2", "f16c", "fma"),
+    "neoni8mm": ("i8mm",), "neondot": ("asimddp",), "neon": ("asimd",),
+}  # fmt: skip
+
 REPEATS = 5  # the best one is reported
 BANDWIDTH_BYTES = 256 * 2**20  # well beyond the caches
 N, K = 8192, 6144  # 96 MiB of bfloat16
@@ -432,11 +439,11 @@ class Machine:
 
 def inspect_machine() -> Machine:
     """Collect the facts. Measuring the speeds takes one or two seconds."""
-    cuda, speeds = _cuda(), measure_speeds()
+    cuda, speeds, processor = _cuda(), measure_speeds(), _processor()
     packages = {name: _version(name) for name in REQUIRED_PACKAGES}
     return Machine(
         speculant={"version": __version__, "python": platform.python_version(), "platform": platform.platform()},
-        processor=_processor(),
+        processor=processor,
         memory=_memory(speeds),
         torch=_torch(),
         cuda=cuda,
@@ -447,6 +454,7 @@ def inspect_machine() -> Machine:
             *_package_findings(packages),
             *_model_findings(),
             _kernel_finding(speeds),
+            *set_findings(processor["instruction_sets"]),
             *_packing_finding(speeds),
             _cuda_finding(cuda),
         ],
@@ -557,12 +565,13 @@ def _model_findings() -> list[Finding]:
 
 def _kernels(speeds: Speeds) -> dict[str, Any]:
     """Return the kernels in use on the CPU, and how fast they read bfloat16 weights when one row is decoded."""
-    from speculant.kernels import open_kernels, usable_sets
+    from speculant.kernels import built_sets, open_kernels, usable_sets
 
     kernels = open_kernels()
     facts: dict[str, Any] = {"in_use": "reference", "native": "not built"}
     if kernels is not None:
         facts = {"in_use": f"native, {kernels.isa}", "threads": kernels.threads, "instruction_sets": usable_sets()}
+        facts["opt_in_sets"] = [each.name for each in built_sets() if each.usable and not each.measured]
         facts["native_linear_gb_per_s"] = speeds.native_linear
         facts["weight_packing"] = str(speeds.packing)
         facts["weight_cache"] = _weight_cache()
@@ -595,6 +604,31 @@ def _kernel_finding(speeds: Speeds) -> Finding:
         "which of two nearly equal tokens is chosen",
         "install a C++ compiler (g++ or clang++) and install speculant again",
     )
+
+
+def set_findings(flags: Collection[str]) -> Iterator[Finding]:
+    """Find sets that are better than the one in use; flags: the processor's."""
+    from speculant.kernels import built_sets, open_kernels
+
+    kernels, built = open_kernels(), {each.name: each for each in built_sets()}
+    if kernels is None:
+        return
+    used = f"perhaps speed: the native kernels use {kernels.isa}"
+    for name in takewhile(lambda name: name != kernels.isa, SET_FLAGS):
+        own, has_flags = built.get(name), all(flag in flags for flag in SET_FLAGS[name])
+        here = f"this processor has {', '.join(SET_FLAGS[name])} for the instruction set {name}"
+        if own is not None and own.usable and not own.measured:
+            what = f"the instruction set {name} is usable, but its speed was never measured on a processor that has it"
+            fix = f"try it by SPECULANT_ISA={name}; `speculant bench` measures the speed"
+        elif own is None and has_flags:
+            what = f"{here}, and the native kernels were built without it"
+            fix = "install speculant again, by a newer compiler and without SETS=own"
+        elif own is not None and not own.usable and has_flags:
+            what = f"{here}, and the system refuses it"
+            fix = "run Speculant outside of this container or sandbox, or on a newer kernel of the system"
+        else:
+            continue
+        yield Finding("note", what, used, fix)
 
 
 def _packing_finding(speeds: Speeds) -> list[Finding]:

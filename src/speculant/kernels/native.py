@@ -1,7 +1,7 @@
 """The native kernels: one shared library, called through ctypes with raw pointers (csrc/speculant.h), and its sampler.
 
-It is loaded at its first use with the best instruction set of the processor; SPECULANT_ISA names another one. Without
-the library everything runs on `reference`.
+It is loaded at its first use with the processor's best instruction set whose speed was measured; SPECULANT_ISA names
+another one. Without the library everything runs on `reference`.
 
 Memory for native kernels: aligned memory for weights, and reused memory for large tensors of every step.
 
@@ -19,7 +19,7 @@ import sys
 import threading
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
@@ -131,7 +131,7 @@ class Scratch:
         return blocks[-1]
 
 
-VERSION = 29
+VERSION = 30
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 MOST_CONV = 16  # positions that a convolution sees
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
@@ -500,34 +500,51 @@ def address(items: array[int] | array[float]) -> int:
 def open_kernels(isa: str | None = None, threads: int | None = None) -> Kernels | None:
     """Return the native kernels; None if the library was not built.
 
-    isa None = SPECULANT_ISA, else the best set. Raises ConfigError for a set that this processor lacks.
+    isa None = SPECULANT_ISA, else the best measured set. Raises ConfigError for a set that this machine can't use.
     """
     library = load_library()
     if library is None:
         return None
-    usable = {name: index for index, name in enumerate(_names(library)) if library.sp_usable(index)}
+    built = built_sets()
+    usable = {each.name: each.index for each in built if each.usable}
     if not usable:
-        built = ", ".join(_names(library))
-        raise ConfigError(f"the native kernels were built for {built}, which this processor lacks", _REINSTALL)
-    wanted = isa or os.environ.get("SPECULANT_ISA") or next(iter(usable))
+        names = ", ".join(each.name for each in built)
+        raise ConfigError(f"the native kernels were built for {names}, which this processor lacks", _REINSTALL)
+    measured = (each.name for each in built if each.usable and each.measured)
+    wanted = isa or os.environ.get("SPECULANT_ISA") or next(measured, next(iter(usable)))
     if wanted not in usable:
-        raise ConfigError(f"instruction set {wanted!r} is unknown, or this processor lacks it", suggest(wanted, usable))
+        is_built = any(each.name == wanted for each in built)
+        why = "this machine can't run" if is_built else "the native kernels were built without"
+        raise ConfigError(f"{why} the instruction set {wanted!r}", suggest(wanted, usable))
     return Kernels(library, wanted, usable[wanted], threads or torch.get_num_threads())
 
 
+@dataclass(frozen=True)
+class BuiltSet:
+    """An instruction set of the library.
+
+    usable: this machine has it. measured: its speed was, on a processor that has it; else it is used only if it is
+    named.
+    """
+
+    name: str
+    index: int
+    usable: bool
+    measured: bool
+
+
+def built_sets() -> list[BuiltSet]:
+    """Return the instruction sets of the library, the best first."""
+    found, library = list[BuiltSet](), load_library()
+    while library is not None and (name := library.sp_name(len(found))) is not None:
+        index = len(found)
+        found.append(BuiltSet(name.decode(), index, bool(library.sp_usable(index)), bool(library.sp_measured(index))))
+    return found
+
+
 def usable_sets() -> list[str]:
-    """Return the instruction sets that both the build and the processor have, the best first."""
-    library = load_library()
-    if library is None:
-        return []
-    return [name for index, name in enumerate(_names(library)) if library.sp_usable(index)]
-
-
-def _names(library: ctypes.CDLL) -> Iterator[str]:
-    index = 0
-    while (name := library.sp_name(index)) is not None:
-        yield name.decode()
-        index += 1
+    """Return the instruction sets that both the build and the machine have, the best first."""
+    return [each.name for each in built_sets() if each.usable]
 
 
 @functools.cache
@@ -570,6 +587,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_version", c_int, []),
     ("sp_name", c_char_p, [c_int]),
     ("sp_usable", c_int, [c_int]),
+    ("sp_measured", c_int, [c_int]),
     ("sp_packed_bytes", c_int64, [c_int, c_int, *_MATRIX]),
     ("sp_pack", None, [c_int, c_int, c_int, c_int, c_void_p, *_MATRIX, c_int64, c_void_p]),
     ("sp_round", None, [c_int, c_int, c_int, c_int, c_void_p, *_MATRIX, c_void_p]),

@@ -8,12 +8,13 @@ import tomllib
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from speculant.cli import doctor
 from speculant.errors import ModelError
-from speculant.kernels import usable_sets
+from speculant.kernels import BuiltSet, built_sets, usable_sets
 from speculant.models import GOOD, NativeDecoder, load_model
 from tests.backends import FakeBackend
 from tests.commands import error_of, invoke, json_of
@@ -52,6 +53,38 @@ def test_doctor_names_the_cost_of_missing_native_kernels(monkeypatch: pytest.Mon
     assert "8.0 GB/s" in findings[0].cost
     assert "20.0" in findings[0].cost
     assert "compiler" in findings[0].fix
+
+
+FLAGS = ("avx2", "f16c", "fma", "avx_vnni", "amx_int8", "amx_bf16")
+
+
+@pytest.mark.parametrize(("built", "chosen", "flags", "said"), [
+    ({"avxvnni": (True, False), "avx2": (True, True)}, None, FLAGS[:4], ["avxvnni is usable", "SPECULANT_ISA=avxvnni"]),
+    ({"avxvnni": (True, False), "avx2": (True, True)}, "avxvnni", FLAGS[:4], []),
+    ({"avx2": (True, True), "portable": (True, True)}, "portable", FLAGS[:3], []),
+    ({"avx2": (True, True)}, None, FLAGS[:4], ["built without it", "newer compiler"]),
+    ({"amx": (False, False), "avx2": (True, True)}, None, FLAGS[4:], ["the system refuses it", "container"]),
+    ({"amx": (False, False), "avx2": (True, True)}, None, FLAGS[:3], []),
+])  # fmt: skip
+def test_doctor_names_what_a_better_set_needs(
+    monkeypatch: pytest.MonkeyPatch, built: dict[str, tuple[bool, bool]], chosen: str | None, flags: tuple[str, ...],
+    said: list[str],
+) -> None:  # fmt: skip
+    sets = [BuiltSet(name, place, *facts) for place, (name, facts) in enumerate(built.items())]
+    used = chosen or next(each.name for each in sets if each.usable and each.measured)
+    monkeypatch.setattr("speculant.kernels.built_sets", lambda: sets)
+    monkeypatch.setattr("speculant.kernels.open_kernels", lambda: SimpleNamespace(isa=used))
+    findings = [*doctor.set_findings(flags)]
+    assert len(findings) == bool(said)
+    for finding in findings:
+        assert all(words in finding.what + finding.fix for words in said)
+        assert used in finding.cost
+
+
+def test_doctor_lists_sets_that_have_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = built_sets()
+    value = json_of("doctor")["kernels"] if found else {}
+    assert value.get("opt_in_sets", []) == [each.name for each in found if each.usable and not each.measured]
 
 
 def test_missing_embedded_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,12 +70,49 @@ def test_a_library_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch,
     refused("SPECULANT_LIBRARY", "none.so")
 
 
-def test_a_library_for_another_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = SimpleNamespace(sp_name=lambda index: [b"other", None][index], sp_usable=lambda index: 0)
+def with_sets(monkeypatch: pytest.MonkeyPatch, **sets: tuple[bool, bool]) -> None:
+    """Replace the library by one of sets that are usable or not, and measured or not."""
+    names, facts = [*(name.encode() for name in sets), None], [*sets.values()]
+    library = SimpleNamespace(
+        sp_name=lambda index: names[index],
+        sp_usable=lambda index: facts[index][0],
+        sp_measured=lambda index: facts[index][1],
+    )
     monkeypatch.setattr(native, "load_library", lambda: library)
+    monkeypatch.delenv("SPECULANT_ISA", raising=False)
+
+
+def test_a_library_for_another_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_sets(monkeypatch, other=(False, True))
     with pytest.raises(ConfigError, match="built for other") as caught:
         open_kernels()
     assert "install the package again" in caught.value.fix
+
+
+def opened() -> str:
+    found = open_kernels()
+    assert found is not None
+    return found.isa
+
+
+def test_a_set_that_was_never_measured_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the default only where there is no other."""
+    with_sets(monkeypatch, new=(True, False), lacking=(False, True), old=(True, True), oldest=(True, True))
+    assert opened() == "old"
+    monkeypatch.setenv("SPECULANT_ISA", "new")
+    assert opened() == "new"
+    with_sets(monkeypatch, new=(True, False), old=(False, True))
+    assert opened() == "new"
+
+
+@pytest.mark.parametrize(("named", "why"), [("lacking", "this machine can't run"), ("none", "built without")])
+def test_a_set_that_is_not_usable_is_refused(monkeypatch: pytest.MonkeyPatch, named: str, why: str) -> None:
+    with_sets(monkeypatch, lacking=(False, True), old=(True, True))
+    monkeypatch.setenv("SPECULANT_ISA", named)
+    with pytest.raises(ConfigError, match=why) as caught:
+        open_kernels()
+    assert repr(named) in caught.value.problem
+    assert "old" in caught.value.fix
 
 
 def test_the_library_of_this_version_is_loaded() -> None:
