@@ -38,7 +38,7 @@ struct Tiles {
 
   bool is_float(const SpOp &op) const { return is_bf16(op) ? !takes_pairs(op, sums) : !is_grouped(op.type); }
   bool is_packed(const SpOp &op, int64_t rows) const { return !is_float(op) || rows > 1; }
-  bool stays_rows(const SpOp &op) const { return is_bf16(op) && sums.pairs && sums.tile; }
+  bool stays_rows(const SpOp &op) const { return takes_pairs(op, sums) && sums.tile; }
 
   // The size of a packed row.
   int64_t dwords_of(const SpOp &op) const {
