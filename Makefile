@@ -15,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 
 # of the kernels' sets of instructions, this processor's best one; and the others, with less optimisation in less time
 OWN_SET := --config-settings=cmake.define.SETS=own
 ALL_SETS := --config-settings=cmake.define.SETS=tested
-MODELLED := avx512bf16 amx  # sets that INSTRUCTION_MODELS builds with a model of their instructions
+MODELLED := avx512bf16 avxvnni amx  # sets that INSTRUCTION_MODELS builds with a model of their instructions
 # tests compare with these; their own dependencies exclude pinned versions
 ORACLE := speculators hs-connectors compressed-tensors loguru psutil
 FAST_TESTS := tests/architecture tests/unit tests/contracts

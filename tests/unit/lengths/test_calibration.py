@@ -68,6 +68,19 @@ def test_calibration_is_kept_and_read_again(
     engine(checkpoints)
 
 
+@pytest.mark.skipif(len(usable_sets()) < 2, reason="the native kernels have one instruction set here")
+def test_each_instruction_set_has_curves_of_its_own(
+    checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: 2e-3 * next(ticks))
+    for count, isa in enumerate(usable_sets()[-2:], 1):
+        monkeypatch.setenv("SPECULANT_ISA", isa)
+        for _ in range(2):
+            engine(checkpoints, kernels="native", dtype="float32")
+            assert len([*kept.glob("*.json")]) == count
+
+
 def test_calibration_computes_other_tokens_in_each_row(
     checkpoints: Checkpoints, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
