@@ -121,7 +121,7 @@ def test_a_layer_is_the_documented_instruction(
 @pytest.mark.skipif("amx" not in DOCUMENTED, reason="neither AMX nor a model of it is here")
 @pytest.mark.parametrize("last", [1.0, 1.25, 1.5, 1.75, 2.0, 3.0])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_tiles_flush_what_is_below_normal_numbers_once_it_is_rounded(last: float, sign: float) -> None:
+def test_tiles_flush_what_is_subnormal_once_rounded(last: float, sign: float) -> None:
     """Above 2^-126 less three quarters of a unit, all bits of a sum round up to it."""
     x, weight = torch.zeros(2, BLOCK), torch.zeros(3, BLOCK)
     x[:, 0], weight[:, 0] = 2.0**-63, sign * 2.0**-63
