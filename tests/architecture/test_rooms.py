@@ -14,10 +14,10 @@ INNER_IMPORTS = 138  # of names that two files of a room have, of names that are
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (1494, 5),
-    "cli": (3280, 12),
+    "cli": (3320, 12),
     "drafting": (7674, 44),
     "engine": (5623, 19),
-    "kernels": (1758, 8),
+    "kernels": (1790, 8),
     "lab.bench": (4260, 13),
     "lab.cli": (2913, 14),
     "lab.exactness": (1617, 6),
@@ -27,7 +27,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lab.theory": (569, 4),
     "lab.training": (4070, 12),
     "lengths": (1977, 8),
-    "models": (14920, 75),
+    "models": (15040, 76),
     "sampling": (419, 3),
     "scale": (1929, 8),
     "scheduling": (1088, 4),

@@ -96,6 +96,13 @@ from .description import (
     stored_shape as stored_shape,
     with_name as with_name,
 )
+from .functions import (
+    cosines_and_sines as cosines_and_sines,
+    exponential as exponential,
+    log_of as log_of,
+    logarithm as logarithm,
+    powers as powers,
+)
 from .gguf import (
     ARCHITECTURE as ARCHITECTURE,
     END_KEYS as END_KEYS,

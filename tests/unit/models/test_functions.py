@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculant.models.functions import cosines_and_sines, exponential, log_of, logarithm, powers
+from speculant.models import cosines_and_sines, exponential, log_of, logarithm, powers
 
 WIDE = torch.float64
 
