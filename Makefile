@@ -12,7 +12,7 @@ NATIVE_TESTS := $(wildcard tests/contracts/test_native_*.py tests/exactness/test
 # Python compiles a module when it is first imported. pip would compile 15,000; the tests import a fifth of them.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 8 --dist worksteal
-# of the kernels' sets of instructions, this processor's best one; and the others, with less optimisation in less time
+# of the kernels' sets of instructions, this processor's best one; and the others that it has, with less optimisation in less time
 OWN_SET := --config-settings=cmake.define.SETS=own
 ALL_SETS := --config-settings=cmake.define.SETS=tested
 MODELLED := amx avx512bf16 avxvnni  # sets that INSTRUCTION_MODELS builds with a model of their instructions
@@ -70,8 +70,9 @@ models: $(VENV)/.installed-dev ## the native kernels' tests with models of instr
 	$(INSTALL) --no-deps --upgrade --target build/models --config-settings=build-dir=build/model \
 		--config-settings=cmake.define.INSTRUCTION_MODELS=ON .
 	set -e; export SPECULANT_LIBRARY=build/models/speculant/kernels/libspeculant.so; \
-	$(PYTEST) --hypothesis-profile full $(NATIVE_TESTS); \
-	for set in $$($(BIN)/python -c "from speculant.kernels import usable_sets; print(*{*usable_sets()} & {*'$(MODELLED)'.split()})"); do \
+	$(PYTEST) --hypothesis-profile full $(NATIVE_TESTS) tests/exactness/test_same_bits.py; \
+	sets=$$($(BIN)/python -c "from speculant.kernels import usable_sets; print(*{*usable_sets()} & {*'$(MODELLED)'.split()})"); \
+	test -n "$$sets"; for set in $$sets; do \
 		SPECULANT_ISA=$$set $(PYTEST) --hypothesis-profile full tests/exactness/test_identity.py tests/exactness/test_survivors.py; done
 
 arm: $(VENV)/.installed-dev ## a wheel for 64-bit ARM, and the native kernels' tests in an emulator (on Debian, with a cross compiler)

@@ -17,7 +17,7 @@ constexpr int TILE_ROWS = 16;            // the most of a tile
 constexpr int TILE_STEPS = 16;           // dwords of a row of x: the most of a tile
 constexpr int VECTOR_BYTES = LANES * 4;  // a row of a sum or of w: a dword for each output
 
-// By tile; none of the tiles that a shape leaves out may be used.
+// The shapes of tiles, by number. A tile without a shape must not be used.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {0};
   uint16_t bytes[16] = {0};  // of a row

@@ -503,7 +503,8 @@ static inline void score_tile(const Query *queries, const float *transposed, int
 }
 
 // Replace the scores of the keys that each query sees by softmax weights, and rescale the softmaxes to the new maxima. Vectors of scores
-// before `first` and from `end` on, which begin a sum over lanes anew, are not used. Each step is a loop over queries, because the steps of a single one wait for one another.
+// before `first` and from `end` on are not used; both are multiples of SUMS, so that sums over lanes begin alike on all sets. Each step is a
+// loop over queries, because the steps of a single one wait for one another.
 template <int COUNT>
 static inline void weigh_tile(float *scores, const Query *queries, int first, int end, int64_t padded) {
   float maximum[COUNT];

@@ -19,9 +19,7 @@ static const struct {
   const SpTable *table;
   SpSums sums;
   bool (*usable)();
-  // Its speed, on a processor that has it; another set is used only if it is named. Those of ARM were not measured, but `portable` has no
-  // better claim there.
-  bool measured;
+  bool by_default;  // used without being named: its speed was measured, or (ARM) there is only `portable` otherwise
 } SETS[] = {
 #if defined(SP_WITH_AMX) && defined(SP_MODELS)
     {"amx", &avx2::TABLE, {avx2::FLOATS, amx::FLOATS, amx::GROUPS, 16}, has_amx, false},
@@ -77,7 +75,7 @@ const char *sp_name(int set) { return 0 <= set && set < NUM_SETS ? SETS[set].nam
 
 int sp_usable(int set) { return SETS[set].usable(); }
 
-int sp_measured(int set) { return SETS[set].measured; }
+int sp_by_default(int set) { return SETS[set].by_default; }
 
 int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k) { return SETS[set].table->packed_bytes(type, n, k); }
 

@@ -496,7 +496,8 @@ static __attribute__((noinline, cold)) __m128 fma_by_odd(__m128 a, __m128 b, __m
   return _mm_loadu_ps(x);
 }
 // Rounded to float64 and then to float32, a sum can differ from one that is rounded once only if the first rounding ends halfway between
-// two numbers of float32: its last 29 bits are then 100...0, unless the result is subnormal. Not inlined, because the code is long.
+// two numbers of float32: its last 29 bits are then 100...0, unless the result is subnormal, or the least normal number, to which a subnormal one
+// may be rounded. Not inlined, because the code is long.
 static __attribute__((noinline)) __m128 fma_four(__m128 a, __m128 b, __m128 c) {
   const __m128d low = _mm_add_pd(_mm_mul_pd(_mm_cvtps_pd(a), _mm_cvtps_pd(b)), _mm_cvtps_pd(c));
   const __m128d high = _mm_add_pd(_mm_mul_pd(_mm_cvtps_pd(_mm_movehl_ps(a, a)), _mm_cvtps_pd(_mm_movehl_ps(b, b))),
@@ -504,8 +505,8 @@ static __attribute__((noinline)) __m128 fma_four(__m128 a, __m128 b, __m128 c) {
   const __m128 sum = _mm_movelh_ps(_mm_cvtpd_ps(low), _mm_cvtpd_ps(high));
   const __m128i ends = _mm_castps_si128(_mm_shuffle_ps(_mm_castpd_ps(low), _mm_castpd_ps(high), 0x88));
   const __m128i is_half = _mm_cmpeq_epi32(_mm_and_si128(ends, _mm_set1_epi32(0x1fffffff)), _mm_set1_epi32(0x10000000));
-  const __m128i size = _mm_slli_epi32(_mm_castps_si128(sum), 1);  // subnormal from 1 to 0xffffff, as unsigned numbers
-  const __m128i is_subnormal = _mm_cmplt_epi32(_mm_add_epi32(size, _mm_set1_epi32(0x7fffffff)), _mm_set1_epi32(0xffffff - 0x7fffffff - 1));
+  const __m128i size = _mm_slli_epi32(_mm_castps_si128(sum), 1);  // doubtful from 1 to 0x1000000, as unsigned numbers
+  const __m128i is_subnormal = _mm_cmplt_epi32(_mm_add_epi32(size, _mm_set1_epi32(0x7fffffff)), _mm_set1_epi32(0x1000000 - 0x7fffffff - 1));
   return __builtin_expect(_mm_movemask_epi8(_mm_or_si128(is_half, is_subnormal)), 0) ? fma_by_odd(a, b, c) : sum;
 }
 static inline Vec fma(Vec a, Vec b, Vec c) {

@@ -8,7 +8,7 @@
  *
  * All activations are float32. Products are float32 too, with two exceptions: rows are rounded to int8, with a scale for each 32 numbers,
  * for weights in groups of integers (groups.h), and to bfloat16 for bfloat16 weights on the sets avx512bf16 and amx, whose instructions
- * take no other type. Attention computes in float32 on these sets too, so that integer weights give the same text on every set.
+ * take no other type, unless SP_ALIKE is set. Attention computes in float32 on these sets too, so that integer weights give the same text on every set.
  * T = number of rows of the pass.
  */
 #ifndef SPECULANT_H
@@ -63,8 +63,8 @@ enum SpFlag {
   SP_SCAN = 1024,  /* SP_RECUR: Mamba 2 in place of a gated delta rule */
   SP_EACH = 2048,  /* SP_GATE: `in` has a number for each row, [T] */
   SP_WEIGHTS = 4096, /* SP_ROUTE: scores are weights already; with SP_RENORMALISE they are divided by 1e-6 + the sum of the selected ones */
-  SP_ALIKE = 8192, /* SP_LINEAR, SP_EXPERTS: weights that are floats are summed as on other sets of instructions, also where this set has a
-                      faster way with other bits. Weights in groups of integers always are */
+  SP_ALIKE = 8192, /* SP_LINEAR: weights that are floats are summed with the same bits on all sets of instructions, even if this set has a
+                      faster way. Weights in groups of integers always are */
 };
 
 enum SpActivation {
@@ -230,7 +230,7 @@ extern int64_t sp_group_streams;
  * weights are packed for one set and only that set can read them. */
 const char *sp_name(int set);
 int sp_usable(int set);                      /* whether this processor has it */
-int sp_measured(int set);                    /* whether its speed was ever measured; if not, it is used only if it is named */
+int sp_by_default(int set);                    /* whether it is used without being named */
 
 int64_t sp_packed_bytes(int set, int type, int64_t n, int64_t k);
 /* Pack weights [n, k] as `type`. `source`: SP_F32 or SP_BF16 for SP_F32 and SP_BF16; SP_F16 for SP_F16; or the type

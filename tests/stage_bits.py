@@ -89,6 +89,19 @@ def weights(kernels: Kernels, type_: Type, flags: Flag = Flag.ALIKE) -> Results:
     yield look_up(kernels, weight)
 
 
+def borders(kernels: Kernels) -> Results:
+    """Yield c + a * b near the least normal number, and halfway between two numbers of float32."""
+    steps = torch.arange(-40, 41).repeat(50).float()
+    x = torch.stack((2.0**-126 + steps * 2.0**-149, (1 + random(len(steps)).round() * 2.0**-23) * 2.0**-75), dim=1)
+    tiny = (1 + torch.arange(-30, 31) * 2.0**-23) * 2.0 ** -torch.arange(70, 80).float()[:, None]
+    halves = torch.stack((1 + steps * 2.0**-23, 1 + steps.flip(0) * 2.0**-23), dim=1)
+    small = (1 + torch.arange(-30, 31) * 2.0**-23) * 2.0 ** -torch.arange(20, 30).float()[:, None]
+    for rows, factors in ((x, tiny), (halves, small)):
+        factors = torch.cat((factors, -factors)).view(-1)
+        weight = kernels.pack(Type.F32, torch.stack((torch.ones_like(factors), factors), dim=1))
+        yield run(kernels, weight, rows, flags=Flag.ALIKE)
+
+
 def rounding(kernels: Kernels, type_: Type) -> Results:
     """Yield blocks."""
     for change in (*WEIGHTS.values(), *EXTREMES.values()):
@@ -171,7 +184,7 @@ def states(kernels: Kernels) -> Results:
 ALIKE: dict[str, Callable[[Kernels], Results]] = {  # all sets compute the same bits
     **{f"weights {type_.name}": partial(weights, type_=type_) for type_ in Type},
     **{f"rounding {type_.name}": partial(rounding, type_=type_) for type_ in ROUNDED},
-    "norms": norms, "activations": activations, "draws": draws,
+    "borders": borders, "norms": norms, "activations": activations, "draws": draws,
     **{
         f"integers {name}": partial(models, variant=name, quantization=ROUNDINGS["int8" if name == "odd" else "int4"])
         for name in VARIANTS

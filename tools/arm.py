@@ -72,9 +72,19 @@ def call(*command: object, env: dict[str, str] | None = None) -> str:
     return done.stdout
 
 
+def is_made(folder: Path) -> bool:
+    """Whether an earlier run made a folder to its end."""
+    return (folder / ".made").exists()
+
+
+def note_made(folder: Path) -> None:
+    """Note that a folder is complete."""
+    (folder / ".made").touch()
+
+
 def make_system() -> None:
     """Unpack Debian's packages for ARM. apt keeps lists and packages of its own, so that it needs no rights."""
-    if (SYSTEM / "usr/bin/python3").exists():
+    if is_made(SYSTEM):
         return
     apt = FOLDER / "apt"
     for part in ("state/lists/partial", "cache/archives/partial"):
@@ -92,6 +102,7 @@ def make_system() -> None:
     call("apt-get", *options, "-qy", "--no-install-recommends", "--download-only", "install", *DEBIAN)
     for package in sorted((apt / "cache/archives").glob("*.deb")):
         call("dpkg-deb", "-x", package, SYSTEM)
+    note_made(SYSTEM)
 
 
 def python_version() -> str:
@@ -101,7 +112,7 @@ def python_version() -> str:
 
 def make_site() -> None:
     """Install what the tests import, as wheels for ARM."""
-    if (SITE / "pytest").exists():
+    if is_made(SITE):
         return
     constraints = FOLDER / "constraints.txt"
     pinned = (ROOT / "constraints.txt").read_text().splitlines()
@@ -117,6 +128,7 @@ def make_site() -> None:
     (SITE / "sitecustomize.py").write_text(CUSTOM)
     if python_version() == f"{sys.version_info[0]}.{sys.version_info[1]}":  # the emulator would take minutes
         call(sys.executable, "-m", "compileall", "-q", SYSTEM / f"usr/lib/python{python_version()}")
+    note_made(SITE)
 
 
 def make_python() -> Path:

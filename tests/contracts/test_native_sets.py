@@ -17,6 +17,7 @@ from tests.native import SETS, error, held, inputs_of, needs_kernels, on, random
 pytestmark = needs_kernels
 TWINS = [  # sets, and those that lack an instruction
     ("avxvnni", "avx2"), ("avx512vnni", "avx512"), ("avx512bf16", "avx512vnni"), ("amx", "avx512vnni"), ("amx", "avx2"),
+    ("neondot", "neon"), ("neoni8mm", "neon"),
 ]  # fmt: skip
 PAIRS = [pair for pair in TWINS if {*pair} <= {*SETS}]
 TYPES = [type_ for type_ in BLOCK_TYPES.values() if type_ != Type.FP8]

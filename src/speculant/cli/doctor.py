@@ -571,7 +571,7 @@ def _kernels(speeds: Speeds) -> dict[str, Any]:
     facts: dict[str, Any] = {"in_use": "reference", "native": "not built"}
     if kernels is not None:
         facts = {"in_use": f"native, {kernels.isa}", "threads": kernels.threads, "instruction_sets": usable_sets()}
-        facts["opt_in_sets"] = [each.name for each in built_sets() if each.usable and not each.measured]
+        facts["opt_in_sets"] = [each.name for each in built_sets() if each.usable and not each.by_default]
         facts["native_linear_gb_per_s"] = speeds.native_linear
         facts["weight_packing"] = str(speeds.packing)
         facts["weight_cache"] = _weight_cache()
@@ -613,19 +613,19 @@ def set_findings(flags: Collection[str]) -> Iterator[Finding]:
     kernels, built = open_kernels(), {each.name: each for each in built_sets()}
     if kernels is None:
         return
-    used = f"perhaps speed: the native kernels use {kernels.isa}"
+    used = f"the native kernels use {kernels.isa}, which may be slower"
     for name in takewhile(lambda name: name != kernels.isa, SET_FLAGS):
         own, has_flags = built.get(name), all(flag in flags for flag in SET_FLAGS[name])
         here = f"this processor has {', '.join(SET_FLAGS[name])} for the instruction set {name}"
-        if own is not None and own.usable and not own.measured:
+        if own is not None and own.usable and not own.by_default:
             what = f"the instruction set {name} is usable, but its speed was never measured on a processor that has it"
-            fix = f"try it by SPECULANT_ISA={name}; `speculant bench` measures the speed"
+            fix = f"try it with SPECULANT_ISA={name}; `speculant bench` measures the speed"
         elif own is None and has_flags:
             what = f"{here}, and the native kernels were built without it"
-            fix = "install speculant again, by a newer compiler and without SETS=own"
+            fix = "install speculant again with a newer compiler, without SETS=own"
         elif own is not None and not own.usable and has_flags:
-            what = f"{here}, and the system refuses it"
-            fix = "run Speculant outside of this container or sandbox, or on a newer kernel of the system"
+            what = f"{here}, but the system does not let this process use it"
+            fix = "run Speculant outside of this container or sandbox, or on a newer Linux kernel"
         else:
             continue
         yield Finding("note", what, used, fix)

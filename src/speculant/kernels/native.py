@@ -1,6 +1,6 @@
 """The native kernels: one shared library, called through ctypes with raw pointers (csrc/speculant.h), and its sampler.
 
-It is loaded at its first use with the processor's best instruction set whose speed was measured; SPECULANT_ISA names
+It is loaded at its first use with the best instruction set that is used by default here; SPECULANT_ISA names
 another one. Without the library everything runs on `reference`.
 
 Memory for native kernels: aligned memory for weights, and reused memory for large tensors of every step.
@@ -208,7 +208,7 @@ class Flag(IntFlag):
     SCAN = 1024  # RECUR: Mamba 2
     EACH = 2048  # GATE: the input has a number for each row
     WEIGHTS = 4096  # ROUTE: scores are weights already
-    ALIKE = 8192  # LINEAR, EXPERTS: floats are summed alike on all instruction sets
+    ALIKE = 8192  # LINEAR: floats are summed with the same bits on all instruction sets
 
 
 class Activation(IntEnum):
@@ -500,7 +500,8 @@ def address(items: array[int] | array[float]) -> int:
 def open_kernels(isa: str | None = None, threads: int | None = None) -> Kernels | None:
     """Return the native kernels; None if the library was not built.
 
-    isa None = SPECULANT_ISA, else the best measured set. Raises ConfigError for a set that this machine can't use.
+    isa None = SPECULANT_ISA, else the best set of those used by default.
+    Raises ConfigError for a set that this machine can't use.
     """
     library = load_library()
     if library is None:
@@ -510,8 +511,8 @@ def open_kernels(isa: str | None = None, threads: int | None = None) -> Kernels 
     if not usable:
         names = ", ".join(each.name for each in built)
         raise ConfigError(f"the native kernels were built for {names}, which this processor lacks", _REINSTALL)
-    measured = (each.name for each in built if each.usable and each.measured)
-    wanted = isa or os.environ.get("SPECULANT_ISA") or next(measured, next(iter(usable)))
+    defaults = (each.name for each in built if each.usable and each.by_default)
+    wanted = isa or os.environ.get("SPECULANT_ISA") or next(defaults, next(iter(usable)))
     if wanted not in usable:
         is_built = any(each.name == wanted for each in built)
         why = "this machine can't run" if is_built else "the native kernels were built without"
@@ -523,14 +524,13 @@ def open_kernels(isa: str | None = None, threads: int | None = None) -> Kernels 
 class BuiltSet:
     """An instruction set of the library.
 
-    usable: this machine has it. measured: its speed was, on a processor that has it; else it is used only if it is
-    named.
+    usable: whether this machine has it. by_default: whether it is used without being named.
     """
 
     name: str
     index: int
     usable: bool
-    measured: bool
+    by_default: bool
 
 
 def built_sets() -> list[BuiltSet]:
@@ -538,7 +538,7 @@ def built_sets() -> list[BuiltSet]:
     found, library = list[BuiltSet](), load_library()
     while library is not None and (name := library.sp_name(len(found))) is not None:
         index = len(found)
-        found.append(BuiltSet(name.decode(), index, bool(library.sp_usable(index)), bool(library.sp_measured(index))))
+        found.append(BuiltSet(name.decode(), index, bool(library.sp_usable(index)), bool(library.sp_by_default(index))))
     return found
 
 
@@ -587,7 +587,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
     ("sp_version", c_int, []),
     ("sp_name", c_char_p, [c_int]),
     ("sp_usable", c_int, [c_int]),
-    ("sp_measured", c_int, [c_int]),
+    ("sp_by_default", c_int, [c_int]),
     ("sp_packed_bytes", c_int64, [c_int, c_int, *_MATRIX]),
     ("sp_pack", None, [c_int, c_int, c_int, c_int, c_void_p, *_MATRIX, c_int64, c_void_p]),
     ("sp_round", None, [c_int, c_int, c_int, c_int, c_void_p, *_MATRIX, c_void_p]),

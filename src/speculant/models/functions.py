@@ -33,7 +33,7 @@ def _polynomial(coefficients: list[float], x: Tensor) -> Tensor:
 
 
 def exponential(x: Tensor) -> Tensor:
-    """Return e^x in float64, for x from -708 to 709; beyond, e to the nearer one."""
+    """Return e^x in float64; x is first limited to -708 .. 709."""
     x = x.double().clamp(-708, 709)
     n = (x / (LN2_HIGH + LN2_LOW)).round()
     r = (x - n * LN2_HIGH) - n * LN2_LOW
@@ -41,7 +41,7 @@ def exponential(x: Tensor) -> Tensor:
 
 
 def logarithm(x: Tensor) -> Tensor:
-    """Return log x in float64; 0, infinity and NaN give what torch gives."""
+    """Return log x in float64; other numbers than normal positive ones give torch's result."""
     wide = x.double()
     usual = (wide >= torch.finfo(torch.float64).tiny) & (wide < torch.inf)
     bits = torch.where(usual, wide, 1.0).view(torch.int64)

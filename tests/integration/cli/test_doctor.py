@@ -14,7 +14,7 @@ import pytest
 
 from speculant.cli import doctor
 from speculant.errors import ModelError
-from speculant.kernels import BuiltSet, built_sets, usable_sets
+from speculant.kernels import BuiltSet, usable_sets
 from speculant.models import GOOD, NativeDecoder, load_model
 from tests.backends import FakeBackend
 from tests.commands import error_of, invoke, json_of
@@ -71,7 +71,7 @@ def test_doctor_names_what_a_better_set_needs(
     said: list[str],
 ) -> None:  # fmt: skip
     sets = [BuiltSet(name, place, *facts) for place, (name, facts) in enumerate(built.items())]
-    used = chosen or next(each.name for each in sets if each.usable and each.measured)
+    used = chosen or next(each.name for each in sets if each.usable and each.by_default)
     monkeypatch.setattr("speculant.kernels.built_sets", lambda: sets)
     monkeypatch.setattr("speculant.kernels.open_kernels", lambda: SimpleNamespace(isa=used))
     findings = [*doctor.set_findings(flags)]
@@ -79,12 +79,6 @@ def test_doctor_names_what_a_better_set_needs(
     for finding in findings:
         assert all(words in finding.what + finding.fix for words in said)
         assert used in finding.cost
-
-
-def test_doctor_lists_sets_that_have_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = built_sets()
-    value = json_of("doctor")["kernels"] if found else {}
-    assert value.get("opt_in_sets", []) == [each.name for each in found if each.usable and not each.measured]
 
 
 def test_missing_embedded_models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

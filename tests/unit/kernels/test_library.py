@@ -76,7 +76,7 @@ def with_sets(monkeypatch: pytest.MonkeyPatch, **sets: tuple[bool, bool]) -> Non
     library = SimpleNamespace(
         sp_name=lambda index: names[index],
         sp_usable=lambda index: facts[index][0],
-        sp_measured=lambda index: facts[index][1],
+        sp_by_default=lambda index: facts[index][1],
     )
     monkeypatch.setattr(native, "load_library", lambda: library)
     monkeypatch.delenv("SPECULANT_ISA", raising=False)

@@ -95,8 +95,10 @@ def same(rope: Rope, expected: tuple[Tensor, Tensor], head_dim: int = HEAD_DIM, 
     dims = head_dim if rope.dims is None else rope.dims
     for own, theirs in zip(Rotary(rope, dims).angles(POSITIONS, torch.float32, rows), expected, strict=True):
         assert own.shape == (len(POSITIONS), 1, dims)
-        # The last bit of torch's powers depends on the processor; blends of frequencies and 240 positions enlarge it.
-        torch.testing.assert_close(own[:, 0], theirs[0], atol=3e-5, rtol=0)
+        # The last bit of torch's powers depends on the processor; blends of frequencies and positions enlarge it.
+        error = (own[:, 0] - theirs[0]).abs()
+        most = (1e-6 + 2**-23 * POSITIONS).clamp(max=3e-5)
+        assert bool((error <= most[:, None]).all()), error.max()
 
 
 def oracle(

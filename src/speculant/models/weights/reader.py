@@ -85,6 +85,12 @@ class WeightTypes:
         """Whether each tensor keeps the type that it is stored in."""
         return has_blocks(self.source)
 
+    @cached_property
+    def has_integers(self) -> bool:
+        """Whether the kernels multiply any matrix as integers."""
+        floats = {Type.F32, Type.F16, Type.BF16, Type.FP8}
+        return any(KINDS.get(self.source.kind(name), Type.BF16) not in floats for name in self.source.names())
+
     @property
     def vectors(self) -> torch.dtype:
         """The type that norms and biases are rounded to."""
@@ -151,7 +157,7 @@ class WeightReader:
 
     def deciding(self) -> WeightReader:
         """Return a reader of the head or of routers, whose floats are summed alike if the model has integers too."""
-        return replace(self, alike=self.rounded is not None or self.types.as_stored)
+        return replace(self, alike=self.rounded is not None or self.types.has_integers)
 
     def decoding_ordered(self, *names: str) -> WeightReader:
         """Return a reader for uses without an order of inputs: it decodes all matrices if one of these has one."""
