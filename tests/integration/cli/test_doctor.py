@@ -63,7 +63,7 @@ FLAGS = ("avx2", "f16c", "fma", "avx_vnni", "amx_int8", "amx_bf16")
     ({"avxvnni": (True, False), "avx2": (True, True)}, "avxvnni", FLAGS[:4], []),
     ({"avx2": (True, True), "portable": (True, True)}, "portable", FLAGS[:3], []),
     ({"avx2": (True, True)}, None, FLAGS[:4], ["built without it", "newer compiler"]),
-    ({"amx": (False, False), "avx2": (True, True)}, None, FLAGS[4:], ["the system refuses it", "container"]),
+    ({"amx": (False, False), "avx2": (True, True)}, None, FLAGS[4:], ["does not let this process", "container"]),
     ({"amx": (False, False), "avx2": (True, True)}, None, FLAGS[:3], []),
 ])  # fmt: skip
 def test_doctor_names_what_a_better_set_needs(
