@@ -75,7 +75,7 @@ def test_the_same_model_in_another_order_is_always_right(
 ) -> None:
     """Its ids and rows are in another order, so it computes the target's own distributions."""
     draft = in_order(tmp_path / "draft", BYTES, Shape())
-    llm = engine(checkpoints.target, draft, kernels, draft_quantization=None)
+    llm = engine(checkpoints.target, draft, kernels, draft_quantization="none")
     results = llm.generate(TEXTS, PARAMS[:2] * 2)
     assert all(result.metrics.speculative_decoding.draft_acceptance_rate == 1 for result in results)
 
