@@ -16,6 +16,12 @@ static inline bool always() { return true; }
 #include <unistd.h>
 #endif
 
+#if defined(SP_MODELS)
+constexpr bool MODELLED = true;
+#else
+constexpr bool MODELLED = false;
+#endif
+
 // A bit of EAX in CPUID's leaf 7, subleaf 1: compilers need not know the instruction's name.
 static inline bool has_bit(int bit) {
   unsigned a = 0, b, c, d;
@@ -23,25 +29,13 @@ static inline bool has_bit(int bit) {
 }
 
 static inline bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
-static inline bool has_avxvnni() {
-#if defined(SP_MODELS)
-  return has_avx2();
-#else
-  return has_avx2() && has_bit(4);
-#endif
-}
+static inline bool has_avxvnni() { return has_avx2() && (MODELLED || has_bit(4)); }
 static inline bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 static inline bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
-static inline bool has_avx512bf16() {
-#if defined(SP_MODELS)
-  return has_avx512vnni();
-#else
-  return has_avx512vnni() && has_bit(5);
-#endif
-}
+static inline bool has_avx512bf16() { return has_avx512vnni() && (MODELLED || has_bit(5)); }
 
 // Whether the system lets this process use tiles. It has to be asked: the processor's flags say nothing of a container that refuses.
 static inline bool has_amx() {

@@ -64,7 +64,7 @@ def require_programs() -> None:
 
 
 def call(*command: object, env: dict[str, str] | None = None) -> str:
-    """Run a program; return what it prints."""
+    """Run a program and return its output."""
     print("$", *(str(part).removeprefix(f"{ROOT}/").split("\n")[0] for part in command[:12]), flush=True)
     done = subprocess.run(
         [*map(str, command)], cwd=ROOT, env={**os.environ, **(env or {})}, check=True, text=True, stdout=subprocess.PIPE
@@ -111,7 +111,7 @@ def python_version() -> str:
 
 
 def make_site() -> None:
-    """Install what the tests import, as wheels for ARM."""
+    """Install the packages that the tests import, as wheels for ARM."""
     if is_made(SITE):
         return
     constraints = FOLDER / "constraints.txt"

@@ -161,7 +161,7 @@ def test_a_draft_that_does_not_fit_is_passed_over(
 
 
 def test_folders_of_others_are_passed_over(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python 3.11 raises an error for what is in a folder that it may not read."""
+    """Python 3.11 raises an error for a path inside a folder that the user may not read."""
     right, closed, ask = write_checkpoint(tmp_path / "models" / "small", SMALL), beside(tmp_path), Path.is_file
 
     def is_file(path: Path) -> bool:

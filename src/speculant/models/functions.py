@@ -1,4 +1,4 @@
-"""Logarithms, powers, sines and cosines with the same bits on every machine, for what a model computes once.
+"""Logarithms, powers, sines and cosines that have the same bits on every machine, for tables of a model.
 
 torch's own depend on the instructions of the processor. These consist of sums, products and quotients in float64, which
 IEEE 754 defines, and are accurate to a few units in its last place.
