@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -10,12 +11,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from speculant import __version__
 from speculant.errors import ModelError
@@ -75,6 +76,7 @@ def cache_folder(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculant" / name
 
 
+TEMPORARY = ".part"  # the suffix of files that are being written
 MOUNTS = Path("/proc/self/mountinfo")
 EMPTY_DIR = "/kubernetes.io~empty-dir/"  # in the paths of such volumes on a node of Kubernetes
 _LOST_WITH = {"tmpfs": "memory", "ramfs": "memory", "overlay": "container", "fuse.fuse-overlayfs": "container"}
@@ -92,6 +94,31 @@ def lost_with(folder: Path) -> str:
                 depth = len(path.parts)
                 found = "pod" if EMPTY_DIR in f"{root}/" else _LOST_WITH.get(kind.partition(" ")[0], "")
     return found
+
+
+@contextmanager
+def temporary(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
+    """Yield a locked new file, and its name; the file is deleted unless the block renames it."""
+    while True:
+        number, name = tempfile.mkstemp(TEMPORARY, dir=folder)
+        with open(number, "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not os.fstat(number).st_nlink:  # another process took it for an abandoned one
+                continue
+            try:
+                yield file, Path(name)
+            finally:
+                with suppress(OSError):
+                    os.unlink(name)
+            return
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Delete the temporary files of processes that died."""
+    for path in folder.glob("*" + TEMPORARY):
+        with suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the writer is alive
+            path.unlink()
 
 
 class Run(NamedTuple):

@@ -12,6 +12,14 @@ from .base import (
     StateShape as StateShape,
     by_length as by_length,
 )
+from .disk import (
+    BlockFiles as BlockFiles,
+    Entry as Entry,
+    entries as entries,
+    model_of as model_of,
+    prune as prune,
+    verify as verify,
+)
 from .paged import (
     MEASURED as MEASURED,
     BlockPool as BlockPool,
@@ -34,3 +42,4 @@ from .storage import (
     round_heads as round_heads,
     slotted_cache as slotted_cache,
 )
+from .stored import StoredPrefixes as StoredPrefixes

@@ -22,6 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from speculant.cache.base import NO_MOVES, SCALE_BYTES, CacheShape, KVStorage, LayerGroup, Moves
+from speculant.cache.disk import STATES
 from speculant.cache.paged import KVCache
 from speculant.errors import CapacityError
 from speculant.kernels import empty
@@ -100,6 +101,34 @@ class TensorStorage(KVStorage):
             own = parts[group] if group < len(parts) else NO_MOVES
             if own.sources:  # the gather makes a copy, so sources and targets may overlap
                 data.index_copy_(2, self._ids(own.targets), data.index_select(2, self._ids(own.sources)))
+
+    @override
+    def size(self, place: int, slots: Sequence[int]) -> int:
+        return sum(each[0].numel() * each.element_size() * len(slots) for each in self._by_slot(place))
+
+    @override
+    def dump(self, place: int, slots: Sequence[int]) -> memoryview:
+        parts = [each[self._part(slots)].contiguous() for each in self._by_slot(place)]
+        return memoryview(torch.cat([part.view(torch.uint8).flatten() for part in parts]).cpu().numpy())
+
+    @override
+    def load(self, place: int, slots: Sequence[int], content: memoryview) -> None:
+        rest = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        for each in self._by_slot(place):
+            size = each[0].numel() * each.element_size() * len(slots)
+            each[self._part(slots)] = rest[:size].view(each.dtype).view(len(slots), *each.shape[1:]).to(each.device)
+            rest = rest[size:]
+
+    def _by_slot(self, place: int) -> list[Tensor]:
+        """Return the memory of a group of layers, or of all records; the first dimension is the slots or records."""
+        if place == STATES:
+            return list(self._records.values())
+        own = [data for group, data in zip(self._groups, self._data, strict=True) if group == place]
+        return [data.permute(2, 0, 1, 3, 4) for data in own]
+
+    def _part(self, slots: Sequence[int]) -> Tensor | slice:
+        """Return an index of slots, one that makes no copy where they are consecutive."""
+        return slice(slots.start, slots.stop) if isinstance(slots, range) else self._ids(slots)
 
     def _read(self, stored: Tensor) -> Tensor:
         """Return stored heads in the model's type."""

@@ -43,6 +43,7 @@ from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.memory import CacheMemory
 from speculant.engine.nearby import FoundDraft, find_drafts
 from speculant.engine.precision import AUTO, LARGE_BYTES, HeadRounding, rounded
+from speculant.engine.prompt_cache import open_prompt_cache
 from speculant.errors import CapacityError, ConfigError, ModelError, PairError, RequestError, SpeculantError
 from speculant.files import forget_measured
 from speculant.lengths import LONGEST, START_S, Calibration, DraftLength, DraftLengthContext, completed
@@ -65,6 +66,7 @@ from speculant.verification import Verifier
 logger = logging.getLogger(__name__)
 
 MOST_TRIED, LEAST_GAIN_FOUND = 2, 1.0  # drafts that nobody named, and the least expected speed of one over plain
+_NO_FILES: Mapping[str, Any] = {"weight_cache": "off", "prompt_cache": None, "prompt_cache_size": 1}
 _VERIFIERS, _LENGTHS = "speculant.verification", "speculant.lengths"
 
 
@@ -147,10 +149,11 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     name = method_name(spec) if spec else None
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
+    open_prompt_cache(config, target, cache, drafters.needs.reads.encoder)
     limits, context = memory.limits, memory.context(longest)
     if limits.max_model_len < (config.max_model_len or longest):
         logger.warning("max_model_len is %s", context)
-    facts = str(replace(config, seed=0, weight_cache="off", measure=False))  # costs do not depend on these three
+    facts = str(replace(config, seed=0, measure=False, **_NO_FILES))  # costs depend on none of these
     identity = (facts, target.kernels, str(target.folder), notes)
     seq_ids = itertools.count(1)
     measured = Calibration(target.model, cache, sampler, drafters.sub_drafters, limits, identity, seq_ids)

@@ -169,6 +169,9 @@ class Engine:
         for request in schedule.preempted:
             self._drafters.end(request)
         committed, timings = self._run(schedule)
+        if self._context.cache.stored is not None:
+            rows = sum(item.num_rows for item in schedule.items)
+            self._context.cache.stored.note_passes(rows, sum(timing.pass_s for timing in timings))
         if timings and self._scheduler.shares:
             self._charge(schedule, committed, timings)
         outputs, explained = list[StepOutput](), not committed
@@ -279,6 +282,7 @@ class Engine:
 
     def _release(self, request: Request) -> None:
         self._drafters.end(request)
+        self._context.cache.mark_used(request.seq_id)
         self._scheduler.remove(request)
         self.metrics.prompt_tokens += len(request.source) + len(request.prompt)
         self.metrics.prefix_hit_tokens += request.metrics.cached_tokens

@@ -504,3 +504,5 @@ def encode_sources(
     for source in sources:
         end = first + len(source.tokens)
         source.states, first = encoded[first:end].clone() if keeps_states else None, end
+        if cache.stored is not None:
+            cache.stored.keep_source(source)

@@ -356,6 +356,7 @@ class Scheduler:
         self._limits, self._target, self._most_matched, self._salt = limits, target, most_matched, salt
         self._salts: dict[int, str] = {}  # of the keys and values that running requests have in the cache
         self._step = 0
+        self._read = set[int]()  # requests whose prefixes were read from the disk
         self._unstarted: dict[int, Request] = {}  # running requests without a scheduled token
         self._gained: dict[int, int] = {}  # of running requests: steps with other clients that gave them tokens
         self.standings = Standings(limits, target)
@@ -407,6 +408,7 @@ class Scheduler:
                     self.standings.queue(sibling, self._step)
                 self.waiting.end(request)
         self.standings.forget(request)
+        self._read.discard(request.seq_id)
         self._accounts.leave(request.sender.client)
         self._stop(request)
 
@@ -458,6 +460,8 @@ class Scheduler:
         admitted, preempted = list[Request](), list[Request]()
         while self.waiting and (claims := self._claims()):
             request: Request | None = claims[0]
+            if not self._fetched(claims[0]):
+                break  # the others go on, and the next step reads more from the disk
             if not self._run(claims[0]):
                 if (yielding := self._yielding_to(claims[0])) is not None:
                     self._preempt(yielding)
@@ -468,6 +472,22 @@ class Scheduler:
                 break
             admitted.append(request)
         return admitted, preempted
+
+    def _fetched(self, request: Request) -> bool:
+        """Whether what is on disk of a request's prefix is in memory, once there is a place; read it for a while.
+
+        It is read once: if the blocks leave the memory before the request can start, they are computed.
+        """
+        if (
+            request.seq_id in self._read
+            or request.wants_prompt_logits
+            or len(self.running) >= self._limits.max_num_seqs
+        ):
+            return True
+        if not self._target.fetch(request.tokens, self._salt(request), STEP_S):
+            return False
+        self._read.add(request.seq_id)
+        return True
 
     def _claims(self) -> list[Request]:
         """Return the first waiting request of each client that has one which can start, the first of all first."""
@@ -587,6 +607,7 @@ class Scheduler:
         """Release a request's blocks and queue it again; its tokens are recomputed once it is admitted."""
         self.running.remove(request)
         self._stop(request)
+        self._read.discard(request.seq_id)
         self.waiting.add(request)
         if not self.standings.has_begun(request):
             self.waiting.end(request)
