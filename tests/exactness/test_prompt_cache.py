@@ -117,15 +117,18 @@ def test_drafters(drafter: str, weights: str, write: Callable[..., str], tmp_pat
         llm = engine(target, tmp_path / "prompts", **arguments)
         assert texts(llm, params=params) == plain
         assert bool(stored(llm).files.read_tokens) == is_there
+        for own in (cache.stored for cache in llm.engine._drafters.caches if cache.stored is not None):
+            own.files.flush()
+            assert bool(own.files.read_tokens) == is_there, "the draft model's"
         llm.engine.check()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text"])
 def test_memory_for_a_part_of_the_prefixes(family: str, write: Callable[..., str], tmp_path: Path) -> None:
     """More prefixes than blocks: they leave the memory, and come back from the disk."""
-    target, draws = write(family, [*VARIANTS[family]][0]), random.Random(5)
+    target, draws = write(family, next(iter(VARIANTS[family]))), random.Random(5)
     stems = [[draws.randrange(70, 90) for _ in range(24)] for _ in range(6)]
-    prompts = [draws.choice(stems)[: draws.randrange(5, 25)] + [70 + place] for place in range(24)]
+    prompts = [[*draws.choice(stems)[: draws.randrange(5, 25)], 70 + place] for place in range(24)]
     params = [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)] * len(prompts)
     settings = {**ENGINES["float64"], "use_speculative_decoding": False, "max_model_len": 32, "max_num_seqs": 2}
     cold = texts(engine(target, None, **settings), prompts, params)
@@ -166,7 +169,7 @@ def test_damaged_files(
     family: str, rounds: int, write: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No damage changes a text, and every file is sound afterwards."""
-    target, folder, draws = write(family, [*VARIANTS[family]][0]), tmp_path / "prompts", random.Random(family)
+    target, folder, draws = write(family, next(iter(VARIANTS[family]))), tmp_path / "prompts", random.Random(family)
     weights = ENGINES["float64"]
     first = engine(target, folder, **weights)
     cold = texts(first)

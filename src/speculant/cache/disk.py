@@ -51,6 +51,8 @@ _HEADER = struct.Struct("<8sI16s16sHxxIQ")  # magic, CRC, model, name, place, nu
 _CRC_END = 12
 _DIGEST = 16
 
+Content = bytes | memoryview
+
 
 class Entry(NamedTuple):
     """A file of the cache. used: when it was used last, in seconds since the epoch. kind: what it holds."""
@@ -183,7 +185,7 @@ class BlockFiles:
         with suppress(OSError):
             self._path(key, place).unlink()
 
-    def keep(self, key: bytes, place: int, tokens: Sequence[int], size: int, content: Callable[[], bytes]) -> None:
+    def keep(self, key: bytes, place: int, tokens: Sequence[int], size: int, content: Callable[[], Content]) -> None:
         """Write a file of `size` bytes in the background, unless it is there, or too much waits; content is copied."""
         if not self.speed.pays(size, len(tokens)) or self.has(key, place):
             return
@@ -234,7 +236,7 @@ class BlockFiles:
             remove_abandoned(part)
         self._make_room()
 
-    def _write(self, path: Path, name: bytes, place: int, tokens: array[int], content: bytes) -> None:
+    def _write(self, path: Path, name: bytes, place: int, tokens: array[int], content: Content) -> None:
         rest = struct.pack("<16s16sHxxIQ", self.model, name, place, len(tokens), len(content)) + tokens.tobytes()
         crc = zlib.crc32(content, zlib.crc32(rest))
         for again in (False, True):

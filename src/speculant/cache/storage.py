@@ -109,7 +109,7 @@ class TensorStorage(KVStorage):
     @override
     def dump(self, place: int, slots: Sequence[int]) -> memoryview:
         parts = [each[self._part(slots)].contiguous() for each in self._by_slot(place)]
-        return memoryview(torch.cat([part.view(torch.uint8).flatten() for part in parts]).cpu().numpy())
+        return torch.cat([part.view(torch.uint8).flatten() for part in parts]).cpu().numpy().data
 
     @override
     def load(self, place: int, slots: Sequence[int], content: memoryview) -> None:

@@ -129,8 +129,7 @@ class StoredPrefixes:
         self.files.keep(key, place, node.tokens, self._sizes[place], lambda: self._storage.dump(place, slots))
 
     def _key_of(self, node: PrefixNode) -> bytes:
-        if node.parent is None:
-            return self.files.root(node.cache_salt)
+        """Return the key of a node's tokens; it is kept, and so are those of the nodes before it."""
         path = list[PrefixNode]()
         while node.parent is not None and not node.key:
             path.append(node)

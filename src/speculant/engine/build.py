@@ -149,7 +149,7 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     name = method_name(spec) if spec else None
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
-    open_prompt_cache(config, target, cache, drafters.needs.reads.encoder)
+    open_prompt_cache(config, target.model, target.folder, cache, not drafters.needs.reads.encoder)
     limits, context = memory.limits, memory.context(longest)
     if limits.max_model_len < (config.max_model_len or longest):
         logger.warning("max_model_len is %s", context)
@@ -452,7 +452,7 @@ class _Workshop:
             options,
             draft_model,
             Target(model.vocab_size, model.cache_shape.device, sampler, model, loader.tokenizer, self.target_cache),
-            DraftModels(loader.load, loader.vocabulary_of, round_head),
+            DraftModels(loader.load, loader.vocabulary_of, loader.keep_prompts, round_head),
             self.make_cache,
             KeyedChances(sampler),
             resolve_for(self.config, self.target).max_num_batched_tokens,

@@ -16,7 +16,7 @@ from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.files import Stamp, cache_folder, read_measured, write_file
 from speculant.gguf_file import parts_of
-from speculant.models import CausalLM, Checkpoint, SequenceInput, build_batch, encode_sources
+from speculant.models import CausalLM, SequenceInput, build_batch, encode_sources
 from speculant.types import DraftTree
 
 logger = logging.getLogger(__name__)
@@ -28,10 +28,12 @@ _FORMAT = 1  # of the files' content
 _PIECE = 2**22
 
 
-def open_prompt_cache(config: EngineConfig, target: Checkpoint, cache: KVCache, reads_encoder: bool) -> None:
-    """Let a target's cache keep its prompts in the configured folder, if there is one.
+def open_prompt_cache(
+    config: EngineConfig, model: CausalLM, place: Path, cache: KVCache, keeps_sources: bool = True
+) -> None:
+    """Let the cache of a model, loaded from `place`, keep its prompts in the configured folder, if there is one.
 
-    reads_encoder: a drafter reads the encoder's results. Raises ConfigError for an engine without a prefix cache.
+    keeps_sources: False if a drafter reads the encoder's results. Raises ConfigError for an engine without a prefix cache.
     """
     if config.prompt_cache is None:
         return
@@ -41,21 +43,22 @@ def open_prompt_cache(config: EngineConfig, target: Checkpoint, cache: KVCache, 
             'leave enable_prefix_caching on, and kv_cache_backend="paged".',
         )
     folder, started = Path(config.prompt_cache).expanduser(), time.perf_counter()
-    files = BlockFiles(folder, _model_digest(target, cache), config.prompt_cache_bytes())
-    StoredPrefixes(cache, files, not reads_encoder)
-    logger.info("prompts are kept in %s; its model was identified in %.2f s", folder, time.perf_counter() - started)
+    files = BlockFiles(folder, _model_digest(model, place, cache), config.prompt_cache_bytes())
+    StoredPrefixes(cache, files, keeps_sources)
+    logger.info(
+        "prompts of %s are kept in %s; it was identified in %.2f s", place, folder, time.perf_counter() - started
+    )
 
 
-def _model_digest(target: Checkpoint, cache: KVCache) -> bytes:
+def _model_digest(model: CausalLM, place: Path, cache: KVCache) -> bytes:
     """Return a digest of all that keys and values depend on beside the tokens: the weights and the arithmetic.
 
     The arithmetic is known by what it computes for a few tokens, so that equal kernels share files whatever their
     version and instruction set, and no other ones do.
     """
-    shape = target.model.cache_shape
-    facts = (_FORMAT, target.dtype, cache.block_size, shape, content_digest(target.folder))
+    facts = (_FORMAT, cache.block_size, model.cache_shape, content_digest(place))
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=16)
-    for content in _probe(target.model, cache):
+    for content in _probe(model, cache):
         digest.update(content)
     return digest.digest()
 
@@ -71,7 +74,7 @@ def _probe(model: CausalLM, cache: KVCache) -> Iterator[memoryview]:
             encode_sources(model, cache, [source])
         inputs = SequenceInput(_TEXT, tokens, DraftTree.empty(), source=MEASURED if source else None)
         hidden = model.forward(build_batch([inputs], cache, model.cache_shape.device), cache.storage)
-        yield memoryview(hidden.last.contiguous().view(torch.uint8).flatten().cpu().numpy())
+        yield hidden.last.contiguous().view(torch.uint8).flatten().cpu().numpy().data
         for seq_id in (_TEXT, *((MEASURED,) if source else ())):
             for group, slots in enumerate(cache.slots(seq_id)):
                 yield cache.storage.dump(group, slots)
