@@ -77,7 +77,7 @@ def texts(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS, params: Sequence
 
 def stored(llm: LLM) -> StoredPrefixes:
     """Return the prompt cache of an engine, when all is written."""
-    found = llm.engine._context.cache.stored
+    found = llm.engine.stored_prefixes
     assert found is not None
     found.files.flush()
     return found

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from speculant.cache import KVCache
+from speculant.cache import KVCache, StoredPrefixes
 from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.drafting import Drafters
@@ -169,9 +169,9 @@ class Engine:
         for request in schedule.preempted:
             self._drafters.end(request)
         committed, timings = self._run(schedule)
-        if self._context.cache.stored is not None:
+        if self.stored_prefixes is not None:
             rows = sum(item.num_rows for item in schedule.items)
-            self._context.cache.stored.note_passes(rows, sum(timing.pass_s for timing in timings))
+            self.stored_prefixes.note_passes(rows, sum(timing.pass_s for timing in timings))
         if timings and self._scheduler.shares:
             self._charge(schedule, committed, timings)
         outputs, explained = list[StepOutput](), not committed
@@ -230,6 +230,11 @@ class Engine:
         caches = self._context.cache, *self._drafters.caches
         kept = [cache for cache in caches if not cache.forget_prefixes()]
         return not kept
+
+    @property
+    def stored_prefixes(self) -> StoredPrefixes | None:
+        """The target's prompt cache on disk, if it has one."""
+        return self._context.cache.stored
 
     def free_kv_tokens(self) -> int:
         """Return how many positions new sequences could take in the fullest cache (docs/references.md, capacity)."""

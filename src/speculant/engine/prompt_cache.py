@@ -33,7 +33,7 @@ def open_prompt_cache(
 ) -> None:
     """Let the cache of a model, loaded from `place`, keep its prompts in the configured folder, if there is one.
 
-    keeps_sources: False if a drafter reads the encoder's results. Raises ConfigError for an engine without a prefix cache.
+    keeps_sources: False if a drafter reads the encoder's results. Raises ConfigError for an engine without prefixes.
     """
     if config.prompt_cache is None:
         return

@@ -95,7 +95,7 @@ def test_the_least_recently_used_files_are_deleted(tmp_path: Path) -> None:
     files.flush()
     left = prune(tmp_path, size // 2)
     assert left <= size // 2
-    assert files.has(keys[3], 0) and files.has(keys[1], 0)
+    assert all(files.has(keys[place], 0) for place in (1, 3))
     order = [entry.path for entry in entries(tmp_path)]
     assert order[-1] == files._path(keys[3], 0), "a text loses its end first"
     assert prune(tmp_path, size) == left, "nothing has to be deleted"
