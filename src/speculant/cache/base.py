@@ -250,5 +250,5 @@ class KVStorage(Protocol):
         ...
 
     def load(self, place: int, slots: Sequence[int], content: memoryview) -> None:
-        """Write content that `dump` returned; it may be that of other slots."""
+        """Write content that `dump` returned, maybe of other slots. It lies in memory that may be written to."""
         ...

@@ -302,7 +302,9 @@ def _read(path: Path, name: bytes) -> tuple[bytes, memoryview]:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid():
             raise DamagedBlockError("it belongs to another user")
-        data = memoryview(file.readall() or b"")
+        data = memoryview(bytearray(status.st_size))
+        if file.readinto(data) != status.st_size:
+            raise DamagedBlockError("it changed while it was read")
     if len(data) < _HEADER.size:
         raise DamagedBlockError("it is too short")
     magic, crc, _, own, _, tokens, size = _HEADER.unpack_from(data)

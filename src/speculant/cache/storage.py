@@ -15,6 +15,7 @@ csrc/rows.h rounds in the same way, with the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -104,31 +105,32 @@ class TensorStorage(KVStorage):
 
     @override
     def size(self, place: int, slots: Sequence[int]) -> int:
-        return sum(each[0].numel() * each.element_size() * len(slots) for each in self._by_slot(place))
+        parts = self._parts(place)
+        return len(slots) * sum(each.numel() // each.shape[dim] * each.element_size() for each, dim in parts)
 
     @override
     def dump(self, place: int, slots: Sequence[int]) -> memoryview:
-        parts = [each[self._part(slots)].contiguous() for each in self._by_slot(place)]
-        return torch.cat([part.view(torch.uint8).flatten() for part in parts]).cpu().numpy().data
+        parts = [_rows(each, dim, slots).contiguous().view(torch.uint8).flatten() for each, dim in self._parts(place)]
+        return torch.cat(parts).cpu().numpy().data
 
     @override
     def load(self, place: int, slots: Sequence[int], content: memoryview) -> None:
-        rest = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        for each in self._by_slot(place):
-            size = each[0].numel() * each.element_size() * len(slots)
-            each[self._part(slots)] = rest[:size].view(each.dtype).view(len(slots), *each.shape[1:]).to(each.device)
+        rest = torch.frombuffer(content, dtype=torch.uint8)
+        for each, dim in self._parts(place):
+            shape = [*each.shape[:dim], len(slots), *each.shape[dim + 1 :]]
+            size = math.prod(shape) * each.element_size()
+            own = rest[:size].view(each.dtype).view(shape).to(each.device)
+            if isinstance(slots, range):
+                _rows(each, dim, slots).copy_(own)
+            else:
+                each.index_copy_(dim, ids(slots).to(each.device), own)
             rest = rest[size:]
 
-    def _by_slot(self, place: int) -> list[Tensor]:
-        """Return the memory of a group of layers, or of all records; the first dimension is the slots or records."""
+    def _parts(self, place: int) -> list[tuple[Tensor, int]]:
+        """Return the memory of a group of layers, or of all records, with the dimension of slots or records."""
         if place == STATES:
-            return list(self._records.values())
-        own = [data for group, data in zip(self._groups, self._data, strict=True) if group == place]
-        return [data.permute(2, 0, 1, 3, 4) for data in own]
-
-    def _part(self, slots: Sequence[int]) -> Tensor | slice:
-        """Return an index of slots, one that makes no copy where they are consecutive."""
-        return slice(slots.start, slots.stop) if isinstance(slots, range) else self._ids(slots)
+            return [(records, 0) for records in self._records.values()]
+        return [(data, 2) for group, data in zip(self._groups, self._data, strict=True) if group == place]
 
     def _read(self, stored: Tensor) -> Tensor:
         """Return stored heads in the model's type."""
@@ -136,6 +138,13 @@ class TensorStorage(KVStorage):
 
     def _ids(self, slots: Sequence[int]) -> Tensor:
         return ids(slots).to(self._data[0].device)
+
+
+def _rows(data: Tensor, dim: int, slots: Sequence[int]) -> Tensor:
+    """Return slots of a tensor; a view if they are consecutive."""
+    if isinstance(slots, range):
+        return data.narrow(dim, slots.start, len(slots))
+    return data.index_select(dim, ids(slots).to(data.device))
 
 
 def _alike(shape: CacheShape, groups: Sequence[LayerGroup]) -> dict[tuple[int, int, int], list[int]]:
