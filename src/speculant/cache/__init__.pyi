@@ -14,7 +14,7 @@ from .base import (
 )
 from .disk import (
     BlockFiles as BlockFiles,
-    Entry as Entry,
+    CacheFile as CacheFile,
     entries as entries,
     model_of as model_of,
     prune as prune,

@@ -54,7 +54,7 @@ _DIGEST = 16
 Content = bytes | memoryview
 
 
-class Entry(NamedTuple):
+class CacheFile(NamedTuple):
     """A file of the cache. used: when it was used last, in seconds since the epoch. kind: what it holds."""
 
     path: Path
@@ -63,13 +63,13 @@ class Entry(NamedTuple):
     kind: str = "prompt"
 
 
-def entries(folder: Path) -> list[Entry]:
+def entries(folder: Path) -> list[CacheFile]:
     """Return the files of a folder, the one that was used longest ago first."""
-    found = list[Entry]()
+    found = list[CacheFile]()
     for path in folder.glob(f"??/*{SUFFIX}"):
         with suppress(OSError):
             status = path.stat()
-            found.append(Entry(path, status.st_size, status.st_mtime_ns / 1e9))
+            found.append(CacheFile(path, status.st_size, status.st_mtime_ns / 1e9))
     return sorted(found, key=lambda entry: entry.used)
 
 

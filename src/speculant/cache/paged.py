@@ -166,13 +166,14 @@ class PrefixIndex:
     """The blocks of one group of layers in a tree. nodes: by block.
 
     window: the positions that a row of the group's layers sees, None = all. With a window a block serves without those
-    before it. on_inserted: called for a block that enters. on_removed: for one that leaves with the whole prefix.
+    before it. on_inserted: if there is one, it is called for a block that enters. on_removed: for one that leaves with
+    the whole prefix.
     """
 
     def __init__(self, tree: PrefixTree, window: int | None = None) -> None:
         self.tree, self.window = tree, window
         self.nodes: dict[int, PrefixNode] = {}
-        self.on_inserted: Callable[[PrefixNode, int], None] = lambda node, block: None
+        self.on_inserted: Callable[[PrefixNode, int], None] | None = None
         self.on_removed: Callable[[int], None] = lambda block: None
 
     def __contains__(self, block: int) -> bool:
@@ -187,7 +188,8 @@ class PrefixIndex:
         known = node.blocks.setdefault(self, block)
         if known == block:
             self.nodes[block] = node
-            self.on_inserted(node, block)
+            if self.on_inserted is not None:
+                self.on_inserted(node, block)
         return known
 
     def remove(self, block: int) -> list[int]:

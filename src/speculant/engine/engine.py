@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from speculant.cache import KVCache, StoredPrefixes
+from speculant.cache import KVCache
 from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.drafting import Drafters
@@ -92,6 +92,7 @@ class Engine:
         self.metrics = EngineMetrics(blocks_total=cache.num_blocks, block_size=cache.block_size)
         self._drafters.attach(target.vocab_size, self.metrics)
         self.mark: Mark = unmarked
+        self.stored_prefixes = cache.stored  # the target's prompt cache on disk, if it has one
         self.doubtful = False  # in the last step every sequence failed, and no request caused the error
 
     def add_request(
@@ -172,6 +173,7 @@ class Engine:
         if self.stored_prefixes is not None:
             rows = sum(item.num_rows for item in schedule.items)
             self.stored_prefixes.note_passes(rows, sum(timing.pass_s for timing in timings))
+            self.metrics.disk_hit_tokens = self.stored_prefixes.files.read_tokens
         if timings and self._scheduler.shares:
             self._charge(schedule, committed, timings)
         outputs, explained = list[StepOutput](), not committed
@@ -230,11 +232,6 @@ class Engine:
         caches = self._context.cache, *self._drafters.caches
         kept = [cache for cache in caches if not cache.forget_prefixes()]
         return not kept
-
-    @property
-    def stored_prefixes(self) -> StoredPrefixes | None:
-        """The target's prompt cache on disk, if it has one."""
-        return self._context.cache.stored
 
     def free_kv_tokens(self) -> int:
         """Return how many positions new sequences could take in the fullest cache (docs/references.md, capacity)."""
