@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import shutil
+import signal
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from speculant import LLM, SamplingParams, plugins
-from speculant.cache import StoredPrefixes, entries, verify
+from speculant.cache import BlockFiles, StoredPrefixes, entries, verify
 from speculant.errors import ConfigError
+from speculant.files import TEMPORARY
 from speculant.kernels import usable_sets
+from speculant.scheduling import STEP_S
 from tests.drafters import model_of, options_of, predicting
 from tests.exactness.selection import slow_but
+from tests.examples import examples
 from tests.models import HIDDEN_SIZE, VOCAB_SIZE, Shape, write_checkpoint
 from tests.unit.models.families import VARIANTS, CaseWith, cases_with
 
@@ -190,6 +197,62 @@ def test_damaged_files(
     assert count > 3 * rounds
     assert "Traceback" not in caplog.text
     llm.engine.check()
+
+
+def test_processes_that_are_killed(write: Callable[..., str], tmp_path: Path) -> None:
+    """At whatever moment a process dies, others find whole files, and the texts of before."""
+    target, folder, draws = write("llama"), tmp_path / "prompts", random.Random(0)
+    cold = texts(engine(target, None, **ENGINES["float64"]))
+    for _ in range(examples(200, least=3)):
+        child = os.fork()
+        if not child:
+            llm = engine(target, folder, **ENGINES["float64"])
+            while True:
+                made = [random.choices(range(70, 90), k=20) for _ in range(4)]
+                texts(llm, [*PROMPTS, *made], [*PARAMS, *[PARAMS[0]] * len(made)])
+        time.sleep(0.2 + draws.random())
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert {verify(entry.path) for entry in entries(folder)} <= {""}
+    llm = engine(target, folder, **ENGINES["float64"])
+    assert texts(llm) == cold
+    assert stored(llm).files.read_tokens > 0
+    assert not [*folder.glob(f"*/*{TEMPORARY}")]
+
+
+def test_reading_stops_nobody(write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step reads for a while; then others get their tokens. Closed requests leave nothing behind."""
+    target, folder, prompt = write("llama"), tmp_path / "prompts", [70 + place % 19 for place in range(160)]
+    settings = {**ENGINES["float64"], "use_speculative_decoding": False}
+    first = engine(target, folder, **settings)
+    cold = texts(first, [prompt], PARAMS[:1])
+    stored(first)
+    llm = engine(target, folder, **settings)
+    files, read, reads = stored(llm).files, BlockFiles.read, list[float]()
+
+    def slow(*arguments: Any) -> memoryview | None:
+        reads.append(0.02)
+        time.sleep(reads[-1])
+        return read(files, *arguments)
+
+    monkeypatch.setattr(files, "read", slow)
+    llm.engine.add_request(PROMPTS[0], replace(PARAMS[0], max_tokens=64), "running")
+    llm.engine.step()
+    llm.engine.add_request(prompt, PARAMS[0], "reads")
+    llm.engine.add_request(prompt, PARAMS[0], "leaves")
+    found, steps = list[int](), 0
+    while llm.engine.has_unfinished():
+        before, outputs = len(reads), llm.engine.step()
+        steps += len(reads) > before
+        assert sum(reads[before:]) <= STEP_S + 2 * 0.02
+        assert found or any(output.request_id == "running" for output in outputs), "the others wait for the disk"
+        found += [output.token for output in outputs if output.request_id == "reads" and output.token is not None]
+        if steps == 2:
+            llm.engine.abort("leaves")
+        llm.engine.check()
+    assert found == cold[0][0]
+    assert steps >= 160 / BLOCK * 0.02 / (STEP_S + 2 * 0.02)
+    assert not llm.engine._scheduler._read
 
 
 def test_other_models_share_nothing(write: Callable[..., str], tmp_path: Path) -> None:
