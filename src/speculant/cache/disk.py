@@ -10,19 +10,19 @@ under a temporary name, then renamed. It is used only if its CRC, its name and i
 this form is deleted. Errors of the disk are logged, once for each kind, and prompts are computed as without a cache.
 
 Files are written in a thread. Nothing waits for it: what comes while too much waits is not kept. When all files take
-more bytes than they may, the least recently used ones are deleted. A sequence that ends marks its files as used, the
-first block last, so that a text loses its end first.
+more bytes than they may, or the disk is full, the least recently used ones are deleted. A sequence that ends marks its
+files as used, the first block last, so that a text loses its end first.
 
 Content is read only if that takes less time than computing it again, by what both took before.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
 import struct
-import sys
 import threading
 import time
 import zlib
@@ -215,6 +215,8 @@ class BlockFiles:
             except OSError as error:
                 self._paused = time.monotonic()
                 self._say("write", f"prompts are not kept in {self.folder} for {PAUSE_S:.0f} s: {error}")
+                if error.errno == errno.ENOSPC:  # the files of long ago make room for later ones
+                    prune(self.folder, self._size - 1)
             except Exception:
                 logger.exception("a prompt was not kept")
             finally:
@@ -227,10 +229,7 @@ class BlockFiles:
             self._writer.submit(run)
 
     def _begin(self) -> None:
-        """Prepare the folder and the thread."""
-        if sys.platform == "linux":
-            with suppress(OSError):  # of this thread alone
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        """Prepare the folder."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for part in self.folder.glob("??"):
             remove_abandoned(part)

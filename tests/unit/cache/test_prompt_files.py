@@ -113,6 +113,9 @@ def test_a_full_disk_costs_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = opened(tmp_path)
+    for number in range(20):
+        keep(files, bytes([100 + number]))
+    before = len(entries(tmp_path))
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -124,7 +127,7 @@ def test_a_full_disk_costs_a_line(
             files._paused = -1e9
     assert len(caplog.records) == 1
     assert "No space left" in caplog.text
-    assert not entries(tmp_path)
+    assert before * 0.4 < len(entries(tmp_path)) < before, "nothing makes room"
     assert not [*tmp_path.glob("*/*.part")]
     keep(files, b"later")
     assert content_of(files, b"later") == b"content"
