@@ -187,9 +187,7 @@ class BlockFiles:
 
     def keep(self, key: bytes, place: int, tokens: Sequence[int], size: int, content: Callable[[], Content]) -> None:
         """Write a file of `size` bytes in the background, unless it is there, or too much waits; content is copied."""
-        if not self.speed.pays(size, len(tokens)) or self.has(key, place):
-            return
-        if self._waiting + size > MOST_WAITING or time.monotonic() - self._paused < PAUSE_S:
+        if self.has(key, place) or self._waiting + size > MOST_WAITING or time.monotonic() - self._paused < PAUSE_S:
             return
         copied, name = content(), path_name(key, place)
         self._submit(size, partial(self._write, self._path(key, place), name, place, array("i", tokens), copied))

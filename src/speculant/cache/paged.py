@@ -759,7 +759,7 @@ class KVCache:
         return self.stored is None or self.stored.fetch(tokens, cache_salt, seconds)
 
     def mark_used(self, seq_id: int) -> None:
-        """Note on disk that the prefix of a sequence was used."""
+        """Note on disk that the prefix of a sequence was used, and keep its states; call it when the sequence ends."""
         if self.stored is not None and seq_id in self._held:
             self.stored.mark_used(self._held[seq_id].prefix)
 

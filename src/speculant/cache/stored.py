@@ -32,7 +32,7 @@ class StoredPrefixes:
         self._pools: dict[int, BlockPool] = dict(enumerate(cache.pools))
         if cache.records is not None:
             self._pools[STATES] = cache.records
-        for place, pool in self._pools.items():
+        for place, pool in enumerate(cache.pools):
             pool.index.on_inserted = partial(self._keep, place)
         self._sizes = {place: self._storage.size(place, self._slots(place, 0)) for place in self._pools}
         cache.stored = self
@@ -79,7 +79,14 @@ class StoredPrefixes:
                 pool.free(block)
 
     def mark_used(self, prefix: Sequence[PrefixNode]) -> None:
-        """Mark the files of a prefix as used."""
+        """Mark the files of a prefix as used, and write its states.
+
+        A state has megabytes, and the next one of a text replaces it: it is written when the text has ended.
+        """
+        if STATES in self._pools:
+            for place, node in enumerate(prefix):
+                if (record := self._pools[STATES].index.block(node)) is not None:
+                    self._keep(STATES, node, record, place + 1)
         if prefix:
             self.files.mark_used([node.key for node in prefix if node.key], list(self._pools))
 
@@ -114,6 +121,8 @@ class StoredPrefixes:
             return
         slots = self._cache.slots(source.seq_id)
         size = sum(self._storage.size(group, own) for group, own in enumerate(slots))
+        if not self.files.speed.pays(size, len(source.tokens)):
+            return
 
         def content() -> bytes:
             return b"".join(self._storage.dump(group, own) for group, own in enumerate(slots))
@@ -123,8 +132,10 @@ class StoredPrefixes:
     def _source_key(self, source: Source) -> bytes:
         return self.files.child(self.files.root(source.cache_salt), source.tokens)
 
-    def _keep(self, place: int, node: PrefixNode, block: int) -> None:
-        """Write a block that has entered the index."""
+    def _keep(self, place: int, node: PrefixNode, block: int, serves: int = 1) -> None:
+        """Write a block that has entered the index, if reading it pays. serves: the blocks of which it saves the work."""
+        if not self.files.speed.pays(self._sizes[place], serves * self._cache.block_size):
+            return
         key, slots = self._key_of(node), self._slots(place, block)
         self.files.keep(key, place, node.tokens, self._sizes[place], lambda: self._storage.dump(place, slots))
 
