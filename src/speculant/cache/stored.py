@@ -133,7 +133,7 @@ class StoredPrefixes:
         return self.files.child(self.files.root(source.cache_salt), source.tokens)
 
     def _keep(self, place: int, node: PrefixNode, block: int, serves: int = 1) -> None:
-        """Write a block that has entered the index, if reading it pays. serves: the blocks of which it saves the work."""
+        """Write a block of the index, if reading it pays. serves: the blocks of which it saves the work."""
         if not self.files.speed.pays(self._sizes[place], serves * self._cache.block_size):
             return
         key, slots = self._key_of(node), self._slots(place, block)
