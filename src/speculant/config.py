@@ -83,6 +83,8 @@ class EngineConfig:
     three quarters of the memory, on the native kernels; "auto" = the faster one here, timed for large models.
     weight_cache: where packed weights are kept, so that the next start maps them: a folder, "auto" (or True) for one in
     $XDG_CACHE_HOME/speculant, "off" (or False). The native kernels use it for models of 64 MiB or more.
+    learn: a folder in which drafters keep what they learn from texts, for later engines; they belong to whoever may
+    read these files. None = nothing is kept.
     measure: forget what was measured on this machine (costs, and the types and packings chosen by them, of all models),
     and measure anew.
     tokenizer: a folder or hub id whose tokenizer replaces the model's. revision, tokenizer_revision: a branch, tag or
@@ -117,6 +119,7 @@ class EngineConfig:
     draft_quantization: str | None = "auto"
     weight_packing: str = "auto"
     weight_cache: str | os.PathLike[str] | bool = "auto"
+    learn: str | os.PathLike[str] | None = None
     measure: bool = False
     seed: int | None = None
     tokenizer: str | None = None
@@ -334,6 +337,7 @@ _ENGINE_CHECKS: Mapping[str, Check] = dict(
     revision=optional(check_place),
     tokenizer_revision=optional(check_place),
     download_dir=optional(check_place),
+    learn=optional(check_place),
     speculative_config=optional(kind(_has_text_keys, _NO_MAPPING, 'use for example {"method": ...}.')),
     dtype=one_of(DTYPES),
     kv_cache_backend=one_of(CACHES),

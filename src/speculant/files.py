@@ -1,7 +1,8 @@
-"""Reads the JSON files of a checkpoint, detects changed files, and keeps measurements between runs."""
+"""Reads the JSON files of a checkpoint, detects changed files, and keeps measurements and other files between runs."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -10,12 +11,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from speculant import __version__
 from speculant.errors import ModelError
@@ -73,6 +74,67 @@ class TensorPlace:
 def cache_folder(name: str) -> Path:
     """Return the folder for a kind of file, in $XDG_CACHE_HOME/speculant or ~/.cache/speculant."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculant" / name
+
+
+class Entry(NamedTuple):
+    """A file that is kept between runs. used: its last use, in seconds since the epoch. kind: of its content."""
+
+    path: Path
+    size: int
+    used: float
+    kind: str
+
+
+def entries_of(paths: Iterable[Path], kind: str) -> list[Entry]:
+    """Return the files that exist, the one that was used longest ago first."""
+    found = list[Entry]()
+    for path in paths:
+        with suppress(OSError):
+            status = path.stat()
+            found.append(Entry(path, status.st_size, status.st_mtime, kind))
+    return sorted(found, key=lambda entry: entry.used)
+
+
+def drop_oldest(entries: Iterable[Entry], limit: int) -> list[Entry]:
+    """Delete the files that were used longest ago while all have more bytes than the limit; return the deleted ones."""
+    files, dropped = sorted(entries, key=lambda entry: entry.used), list[Entry]()
+    size = sum(entry.size for entry in files)
+    for entry in files:
+        if size <= limit:
+            break
+        with suppress(OSError):
+            entry.path.unlink(missing_ok=True)
+            dropped.append(entry)
+            size -= entry.size
+    return dropped
+
+
+TEMPORARY = ".part"
+
+
+@contextmanager
+def temporary(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
+    """Yield a locked new file, and its name; the file is deleted unless the block renames it."""
+    while True:
+        number, name = tempfile.mkstemp(TEMPORARY, dir=folder)
+        with open(number, "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not os.fstat(number).st_nlink:  # another process took it for an abandoned one
+                continue
+            try:
+                yield file, Path(name)
+            finally:
+                with suppress(OSError):
+                    os.unlink(name)
+            return
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Delete the temporary files of processes that died."""
+    for path in folder.glob("*" + TEMPORARY):
+        with suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the writer is alive
+            path.unlink()
 
 
 MOUNTS = Path("/proc/self/mountinfo")

@@ -176,6 +176,7 @@ class EngineFlags(FlagGroup):
         str, "How bfloat16 weights are stored: plain, 12bit (the same bits) or auto (faster here)."
     ]
     weight_cache: Annotated[str, "Where packed weights are kept for the next start: a folder, auto or off."]
+    learn: Annotated[str, "A folder for what drafts learn from texts, so that it outlives a restart; see the manual."]
     measure: Annotated[bool, "Forget the costs that were measured on this machine, and measure anew."]
     seed: Annotated[int, "Seed for requests without their own seed, so that their texts are reproducible."]
     tokenizer: Annotated[str, "The tokenizer's folder or Hugging Face id, if it is not the model's."]

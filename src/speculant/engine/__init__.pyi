@@ -25,6 +25,14 @@ from .generation import (
     TextPrompt as TextPrompt,
     TokensPrompt as TokensPrompt,
 )
+from .learning import (
+    LearnedFiles as LearnedFiles,
+    Learning as Learning,
+    UnusableFileError as UnusableFileError,
+    belongs as belongs,
+    owner_of as owner_of,
+    salt_digest as salt_digest,
+)
 from .llm import (
     LLM as LLM,
     BeamSearchOutput as BeamSearchOutput,

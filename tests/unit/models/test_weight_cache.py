@@ -22,7 +22,7 @@ from torch import Tensor
 
 from speculant import LLM, SamplingParams, files
 from speculant.cli import figures
-from speculant.files import TICK, cache_folder
+from speculant.files import TEMPORARY, TICK, cache_folder, temporary
 from speculant.kernels import Kernels, Type, Weight, open_kernels, usable_sets
 from speculant.models import (
     KEPT,
@@ -379,7 +379,7 @@ def test_writer_that_is_killed_leaves_nothing_wrong(
             )
         _, status = os.waitpid(in_a_child(lambda: cache.keep(facts, weights)), 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    assert len([*folder.glob("*" + weight_cache.TEMPORARY)]) == (moment != "_drop_oldest")
+    assert len([*folder.glob("*" + TEMPORARY)]) == (moment != "_drop_oldest")
     check(source, folder, expected, MAPPED if moment == "_drop_oldest" else KEPT, MAPPED)
     assert len([*folder.iterdir()]) == 1
 
@@ -462,7 +462,7 @@ def some(kernels: Kernels, seed: int = 0) -> dict[str, Weight]:
 
 def test_live_writer_keeps_its_file(kernels: Kernels, tmp_path: Path) -> None:
     cache = WeightCache(tmp_path, kernels)
-    with weight_cache._temporary(tmp_path) as (_, name):
+    with temporary(tmp_path) as (_, name):
         assert cache.find(["a"]) is None
         assert name.exists()
     name.write_bytes(b"abandoned")

@@ -13,7 +13,6 @@ its files would be lost with memory, a container or a pod.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import json
@@ -23,12 +22,11 @@ import os
 import shutil
 import struct
 import sys
-import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,7 +35,7 @@ import torch
 from torch import Tensor
 
 from speculant import __version__
-from speculant.files import cache_folder, lost_with
+from speculant.files import cache_folder, lost_with, remove_abandoned, temporary
 from speculant.kernels import ALIGNMENT, Kernels, Type, Weight, library_path
 from speculant.models import background
 
@@ -125,7 +123,7 @@ def _digest(table: bytes) -> int:
 
 GIB = 2**30
 FORMAT = 2  # of the files, and of packed matrices
-SUFFIX, TEMPORARY = ".weights", ".part"
+SUFFIX = ".weights"
 LIMIT_BYTES = 16 * GIB  # of all files; the newest one stays, whatever its size
 LEAST_BYTES = 64 * 2**20  # a smaller model is packed in no time
 FREE_BYTES = GIB  # that are left on the disk
@@ -148,7 +146,7 @@ class WeightCache:
         """Return the mapped weights with these facts; None if there are none. A damaged file is deleted."""
         path = self.path(facts)
         try:
-            _remove_abandoned(self.folder)
+            remove_abandoned(self.folder)
             found = map_weights(path, facts, self.kernels)
             os.utime(path)  # it was used now, so other files are deleted first
         except FileNotFoundError:
@@ -187,7 +185,7 @@ class WeightCache:
         """Write weights to the disk, and delete the least recently used files if all take too much."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with _temporary(self.folder) as (file, made):
+            with temporary(self.folder) as (file, made):
                 write_weights(file, facts, weights, replace(self.kernels, threads=1))
                 file.flush()
                 os.fsync(file.fileno())
@@ -266,31 +264,6 @@ def _library_digest() -> str:
     """Return a digest of the code that packs weights."""
     path = library_path()
     return hashlib.blake2b(path.read_bytes() if path else b"", digest_size=16).hexdigest()
-
-
-@contextmanager
-def _temporary(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
-    """Yield a locked new file, and its name; the file is deleted unless the block renames it."""
-    while True:
-        number, name = tempfile.mkstemp(TEMPORARY, dir=folder)
-        with open(number, "wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if not os.fstat(number).st_nlink:  # another process took it for an abandoned one
-                continue
-            try:
-                yield file, Path(name)
-            finally:
-                with suppress(OSError):
-                    os.unlink(name)
-            return
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Delete the temporary files of processes that died."""
-    for path in folder.glob("*" + TEMPORARY):
-        with suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the writer is alive
-            path.unlink()
 
 
 def _drop_oldest(folder: Path, newest: Path) -> None:
