@@ -95,18 +95,26 @@ def entries_of(paths: Iterable[Path], kind: str) -> list[Entry]:
     return sorted(found, key=lambda entry: entry.used)
 
 
-def drop_oldest(entries: Iterable[Entry], limit: int) -> list[Entry]:
-    """Delete the files that were used longest ago while all have more bytes than the limit; return the deleted ones."""
-    files, dropped = sorted(entries, key=lambda entry: entry.used), list[Entry]()
-    size = sum(entry.size for entry in files)
-    for entry in files:
-        if size <= limit:
-            break
+def delete(entries: Iterable[Entry]) -> list[Entry]:
+    """Delete files; return those that could be deleted."""
+    deleted = list[Entry]()
+    for entry in entries:
         with suppress(OSError):
             entry.path.unlink(missing_ok=True)
-            dropped.append(entry)
-            size -= entry.size
-    return dropped
+            deleted.append(entry)
+    return deleted
+
+
+def delete_oldest(entries: Iterable[Entry], limit: int) -> list[Entry]:
+    """Delete the files that were used longest ago until all others have at most `limit` bytes; return these files."""
+    files, chosen = sorted(entries, key=lambda entry: entry.used), list[Entry]()
+    over = sum(entry.size for entry in files) - limit
+    for entry in files:
+        if over <= 0:
+            break
+        chosen.append(entry)
+        over -= entry.size
+    return delete(chosen)
 
 
 TEMPORARY = ".part"

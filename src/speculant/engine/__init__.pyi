@@ -26,10 +26,10 @@ from .generation import (
     TokensPrompt as TokensPrompt,
 )
 from .learning import (
+    FairLock as FairLock,
     LearnedFiles as LearnedFiles,
     Learning as Learning,
     UnusableFileError as UnusableFileError,
-    belongs as belongs,
     owner_of as owner_of,
     salt_digest as salt_digest,
 )

@@ -173,34 +173,31 @@ class Engine:
         An error ends the requests that cause it, with finish_reason "error", and leaves the others running.
         """
         with self._turn:
-            return self._step()
-
-    def _step(self) -> list[StepOutput]:
-        self.doubtful = False
-        if not self._by_id:
-            return []
-        if self.measurement.active:
-            self._measure()
-        started = time.perf_counter()
-        with self.mark("schedule"):
-            schedule = self._scheduler.schedule()
-        for request in schedule.preempted:
-            self._drafters.end(request)
-        committed, timings = self._run(schedule)
-        if timings and self._scheduler.shares:
-            self._charge(schedule, committed, timings)
-        outputs, explained = list[StepOutput](), not committed
-        for each in committed:
-            outputs += each.outputs
-            error = each.request.ending.error
-            explained = explained or error is None or isinstance(error, SpeculantError)
-            if each.request.ending.reason is not None:
-                self._end(each.request)
-        self.doubtful = not explained
-        self._count(schedule, committed)
-        self._last_s = time.perf_counter() - started
-        self.metrics.count_times(self._last_s, timings)
-        return outputs
+            self.doubtful = False
+            if not self._by_id:
+                return []
+            if self.measurement.active:
+                self._measure()
+            started = time.perf_counter()
+            with self.mark("schedule"):
+                schedule = self._scheduler.schedule()
+            for request in schedule.preempted:
+                self._drafters.end(request)
+            committed, timings = self._run(schedule)
+            if timings and self._scheduler.shares:
+                self._charge(schedule, committed, timings)
+            outputs, explained = list[StepOutput](), not committed
+            for each in committed:
+                outputs += each.outputs
+                error = each.request.ending.error
+                explained = explained or error is None or isinstance(error, SpeculantError)
+                if each.request.ending.reason is not None:
+                    self._end(each.request)
+            self.doubtful = not explained
+            self._count(schedule, committed)
+            self._last_s = time.perf_counter() - started
+            self.metrics.count_times(self._last_s, timings)
+            return outputs
 
     def _measure(self) -> None:
         """Continue the measurement for as long as the last step took. A new request goes first, but not always."""

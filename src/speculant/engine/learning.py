@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speculant.errors import DraftError, Guard
-from speculant.files import Entry, drop_oldest, entries_of, remove_abandoned, temporary
+from speculant.files import Entry, delete_oldest, entries_of, remove_abandoned, temporary
 
 if TYPE_CHECKING:
     from speculant.drafting import Drafter, Drafters
@@ -51,7 +51,7 @@ _HEAD = struct.Struct("<8s16sI")
 _CHECKED = struct.calcsize("<8s16s")  # what follows is covered by the digest
 
 
-class UnusableFileError(Exception):
+class UnusableFileError(ValueError):
     """A file is not what was written, or is of another form."""
 
 
@@ -70,32 +70,6 @@ def vocabulary_digest(tokenizer: Tokenizer, size: int) -> str:
     return _digest(str(size), json.dumps(sorted(tokenizer.vocab().items())))
 
 
-def entries(folder: Path) -> list[Entry]:
-    """Return the files of a folder, the one that was used longest ago first."""
-    return entries_of(folder.glob("*" + SUFFIX), "learned")
-
-
-def verify(path: Path) -> str:
-    """Return what is wrong with a file; "" = nothing."""
-    try:
-        _read(path)
-    except (OSError, UnusableFileError) as error:
-        return str(error)
-    return ""
-
-
-def model_of(path: Path) -> str:
-    """Return the name of the model whose drafters wrote a file, and their method. Raises OSError, UnusableFileError."""
-    head, _ = _read(path)
-    return f"{head['model']} ({head['method']})"
-
-
-def belongs(path: Path, owner: str | None, salt: str | None) -> bool:
-    """Whether a file is of this owner and of this salt, as digests; None = any."""
-    own = [*path.stem.split("-"), "", ""]
-    return owner in (None, own[0]) and salt in (None, own[1])
-
-
 @dataclass(frozen=True)
 class LearnedFiles:
     """The files of a folder for one target. vocabulary: a digest, see above. model: its name, for the user."""
@@ -108,6 +82,31 @@ class LearnedFiles:
         """Return the file of a method, a form of what it keeps, and a salt; it may not exist."""
         own = _digest(str(FORMAT), self.vocabulary, method, form)
         return self.folder / f"{owner_of(salt)}-{salt_digest(salt)}-{own}{SUFFIX}"
+
+    @staticmethod
+    def entries(folder: Path) -> list[Entry]:
+        """Return the files of a folder, the one that was used longest ago first."""
+        return entries_of(folder.glob("*" + SUFFIX), "learned")
+
+    @staticmethod
+    def verify(path: Path) -> str:
+        """Return what is wrong with a file; "" = nothing."""
+        try:
+            _read(path)
+        except (OSError, UnusableFileError) as error:
+            return str(error)
+        return ""
+
+    @staticmethod
+    def model_of(path: Path) -> str:
+        """Return the name of the model whose drafters wrote a file. Raises OSError, UnusableFileError."""
+        return str(_read(path)[0]["model"])
+
+    @staticmethod
+    def belongs(path: Path, owner: str | None, salt: str | None) -> bool:
+        """Whether a file is of this owner and of this salt, as digests; None = any."""
+        own = [*path.stem.split("-"), "", ""]
+        return owner in (None, own[0]) and salt in (None, own[1])
 
     def read(self, path: Path, vocab_size: int) -> list[array[int]]:
         """Return the parts that a file has. Raises OSError, and UnusableFileError for one that can't be used."""
@@ -178,7 +177,7 @@ def _checksum(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-class Turn:
+class FairLock:
     """A lock, as a context manager, that threads get in the order in which they ask, and may take again within it.
 
     A thread queues in `_next`, and only the first one waits for `_lock`: a thread that steps again and again keeps
@@ -209,7 +208,7 @@ class Learning:
     """Keeps what an engine's drafters learn. turn: whoever calls the drafters holds it, the engine too."""
 
     def __init__(self, files: LearnedFiles, drafters: Drafters, vocab_size: int) -> None:
-        self.turn = Turn()
+        self.turn = FairLock()
         self._files, self._drafters, self._vocab_size = files, drafters, vocab_size
         self._guard = Guard(logger, "and the engine goes on without it")
         self._met: dict[tuple[str, str], None] = {}  # methods and salts whose files were read
@@ -286,6 +285,6 @@ class Learning:
                     self._files.write(self._files.path(method, drafter.keeps, salt), method, parts)
                     written += 1
             if written:
-                drop_oldest(entries(self._files.folder), LIMIT_BYTES)
+                delete_oldest(self._files.entries(self._files.folder), LIMIT_BYTES)
         except Exception as error:  # noqa: BLE001 - a full disk, a removed folder
             self._guard.note(f"keeping what was learned in {self._files.folder}", error)

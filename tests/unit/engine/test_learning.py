@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import hashlib
 import json
 import logging
 import os
@@ -33,11 +34,10 @@ from speculant.drafting import (
     TokenRecycling,
 )
 from speculant.engine import (
+    FairLock,
     LearnedFiles,
     Learning,
     UnusableFileError,
-    belongs,
-    learning as module,
     owner_of,
     salt_digest,
 )
@@ -196,9 +196,9 @@ def test_files_are_for_this_user_alone_and_do_not_reveal_salts(tmp_path: Path) -
     assert path.stat().st_mode & 0o777 == 0o600
     assert "secret" not in path.name
     assert b"secret" not in path.read_bytes()
-    assert module.verify(path) == ""
-    assert module.model_of(path) == "a model (suffix)"
-    (entry,) = module.entries(folder)
+    assert LearnedFiles.verify(path) == ""
+    assert LearnedFiles.model_of(path) == "a model"
+    (entry,) = LearnedFiles.entries(folder)
     assert (entry.path, entry.size, entry.kind) == (path, path.stat().st_size, "learned")
 
 
@@ -206,12 +206,16 @@ def test_what_a_key_taught_is_found() -> None:
     files, scope = files_of(Path("d")), {"type": "http", API_KEY: "key one"}
     paths = [files.path("suffix", "texts", salt_of(scope, own)) for own in (None, "a", "b")]
     owner = owner_of(key_digest("key one"))
-    assert [belongs(path, owner, None) for path in paths] == [True] * 3
-    assert [belongs(path, owner, salt_digest(salt_of(scope, "a"))) for path in paths] == [False, True, False]
+    assert [LearnedFiles.belongs(path, owner, None) for path in paths] == [True] * 3
+    assert [LearnedFiles.belongs(path, owner, salt_digest(salt_of(scope, "a"))) for path in paths] == [
+        False,
+        True,
+        False,
+    ]
     other = files.path("suffix", "texts", salt_of({API_KEY: "key two"}, None))
-    assert not belongs(other, owner, None)
-    assert not belongs(files.path("suffix", "texts", ""), owner, None)
-    assert not belongs(Path("d/x.learned"), owner, None)
+    assert not LearnedFiles.belongs(other, owner, None)
+    assert not LearnedFiles.belongs(files.path("suffix", "texts", ""), owner, None)
+    assert not LearnedFiles.belongs(Path("d/x.learned"), owner, None)
 
 
 def test_another_vocabulary_or_form_has_another_file(tmp_path: Path) -> None:
@@ -264,7 +268,7 @@ def forged(name: str, rng: random.Random) -> bytes:
         text = rng.choice([b"", b"{", b"[" * 9999, rng.randbytes(20)])
     length = len(text) if rng.random() < 0.9 else rng.choice([0, 3, 2**32 - 1])
     rest = struct.pack("<I", length) + text + numbers.tobytes() + (b"abc" if rng.random() < 0.1 else b"")
-    return module.MAGIC + module._checksum(rest) + rest
+    return b"spec-lrn" + hashlib.blake2b(rest, digest_size=16).digest() + rest
 
 
 @pytest.mark.parametrize("count", sizes(1_000, 10_000))
@@ -279,7 +283,7 @@ def test_damaged_files_are_never_read(tmp_path: Path, count: int) -> None:
         assert bad != content
         with pytest.raises(UnusableFileError):
             files.read(path, V)
-        assert module.verify(path)
+        assert LearnedFiles.verify(path)
     for _ in range(count // 5):
         path.write_bytes(forged(path.stem, rng))
         try:
@@ -331,7 +335,7 @@ def test_what_is_no_file_of_this_user_is_not_read(
         if kind == "other user":
             monkeypatch.setattr(os, "geteuid", lambda: user + 1)
         else:
-            monkeypatch.setattr(module, "MOST_BYTES", len(content) - 1)
+            monkeypatch.setattr("speculant.engine.learning.MOST_BYTES", len(content) - 1)
     with Lived(folder, "suffix") as lived:
         text, gained = lived.run()
     assert text == tokens
@@ -347,7 +351,7 @@ def test_the_least_recently_used_files_go_first(tmp_path: Path, monkeypatch: pyt
     os.utime(old, (1, 1))
     for limit in (10**6, 10**5):
         assert old.exists()
-        monkeypatch.setattr(module, "LIMIT_BYTES", limit)
+        monkeypatch.setattr("speculant.engine.learning.LIMIT_BYTES", limit)
         with Lived(tmp_path, "suffix") as lived:
             lived.run("new")
     assert not old.exists()
@@ -363,7 +367,7 @@ def test_a_disk_that_fails_costs_a_line(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "learned"
-    monkeypatch.setattr(module, "PERIOD_S", 0.01)
+    monkeypatch.setattr("speculant.engine.learning.PERIOD_S", 0.01)
     with Lived(tmp_path / "other", "suffix") as lived:
         tokens, _ = lived.run()
     if fault == "no folder":
@@ -414,7 +418,7 @@ def test_a_killed_writer_leaves_its_last_file(tmp_path: Path, monkeypatch: pytes
 
 def test_engines_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _, tokens, warm = learned(tmp_path, "suffix")
-    monkeypatch.setattr(module, "PERIOD_S", 0.002)
+    monkeypatch.setattr("speculant.engine.learning.PERIOD_S", 0.002)
 
     def live(seed: int) -> None:
         for _ in range(10):
@@ -427,7 +431,7 @@ def test_engines_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        assert module.verify(path) == ""
+        assert LearnedFiles.verify(path) == ""
     for thread in threads:
         thread.join()
     assert texts == [tokens] * 60
@@ -439,7 +443,7 @@ def test_engines_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_it_is_written_while_the_engine_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PERIOD_S", 0.01)
+    monkeypatch.setattr("speculant.engine.learning.PERIOD_S", 0.01)
     with Lived(tmp_path, "suffix") as lived:
         lived.run()
         until = time.monotonic() + 20
@@ -450,7 +454,7 @@ def test_it_is_written_while_the_engine_runs(tmp_path: Path, monkeypatch: pytest
 
 def test_an_engine_that_steps_all_the_time_lets_it_read(tmp_path: Path) -> None:
     learned(tmp_path, "suffix")
-    turn, ended, got = module.Turn(), threading.Event(), 0
+    turn, ended, got = FairLock(), threading.Event(), 0
 
     def step() -> None:
         while not ended.is_set():
