@@ -25,7 +25,7 @@ from speculant.drafting import (
     Target,
     TreeTopology,
 )
-from speculant.engine import Engine, EngineOptions, load_verifiers
+from speculant.engine import Engine, EngineOptions, Learning, load_verifiers
 from speculant.kernels import REFERENCE, Sampler
 from speculant.lab.exactness import TableModel
 from speculant.lengths import DraftLength, Fixed
@@ -256,6 +256,7 @@ def build_rig(
     seed: int = 0,
     cache: MakeCache = paged,
     draft_length: DraftLength | None = None,
+    learning: Learning | None = None,
 ) -> Rig:
     """Put the real engine together around fakes; `length` is the number of draft nodes unless a policy chooses it."""
     drafters = drafter if isinstance(drafter, Drafters) else Drafters.of(drafter)
@@ -263,7 +264,8 @@ def build_rig(
     options = EngineOptions(limits, seed, ends, verification)
     released = watch_releases(caches[0])
     chances = chances or KeyedChances()
-    engine = Engine(options, target, caches[0], chances, known_verifiers(), draft_length or Fixed(length), drafters)
+    policy = draft_length or Fixed(length)
+    engine = Engine(options, target, caches[0], chances, known_verifiers(), policy, drafters, learning=learning)
     return Rig(engine, caches, released)
 
 

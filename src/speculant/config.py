@@ -86,6 +86,8 @@ class EngineConfig:
     prompt_cache: a folder in which the keys and values of prompts and texts are kept, so that no later request has to
     compute them, even after a restart; None = they are kept in memory alone. Several processes may share it.
     prompt_cache_size: the most bytes of its files, or text like "20GiB".
+    learn: a folder in which drafters keep what they learn from texts, for later engines; they belong to whoever may
+    read these files. None = nothing is kept.
     measure: forget what was measured on this machine (costs, and the types and packings chosen by them, of all models),
     and measure anew.
     tokenizer: a folder or hub id whose tokenizer replaces the model's. revision, tokenizer_revision: a branch, tag or
@@ -122,6 +124,7 @@ class EngineConfig:
     weight_cache: str | os.PathLike[str] | bool = "auto"
     prompt_cache: str | os.PathLike[str] | None = None
     prompt_cache_size: int | str = "20GiB"
+    learn: str | os.PathLike[str] | None = None
     measure: bool = False
     seed: int | None = None
     tokenizer: str | None = None
@@ -344,6 +347,7 @@ _ENGINE_CHECKS: Mapping[str, Check] = dict(
     revision=optional(check_place),
     tokenizer_revision=optional(check_place),
     download_dir=optional(check_place),
+    learn=optional(check_place),
     speculative_config=optional(kind(_has_text_keys, _NO_MAPPING, 'use for example {"method": ...}.')),
     dtype=one_of(DTYPES),
     kv_cache_backend=one_of(CACHES),

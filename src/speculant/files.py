@@ -1,4 +1,4 @@
-"""Reads the JSON files of a checkpoint, detects changed files, and keeps measurements between runs."""
+"""Reads the JSON files of a checkpoint, detects changed files, and keeps measurements and other files between runs."""
 
 from __future__ import annotations
 
@@ -76,24 +76,48 @@ def cache_folder(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculant" / name
 
 
+class Entry(NamedTuple):
+    """A file that is kept between runs. used: its last use, in seconds since the epoch. kind: of its content."""
+
+    path: Path
+    size: int
+    used: float
+    kind: str
+
+
+def entries_of(paths: Iterable[Path], kind: str) -> list[Entry]:
+    """Return the files that exist, the one that was used longest ago first."""
+    found = list[Entry]()
+    for path in paths:
+        with suppress(OSError):
+            status = path.stat()
+            found.append(Entry(path, status.st_size, status.st_mtime, kind))
+    return sorted(found, key=lambda entry: entry.used)
+
+
+def delete(entries: Iterable[Entry]) -> list[Entry]:
+    """Delete files; return those that could be deleted."""
+    deleted = list[Entry]()
+    for entry in entries:
+        with suppress(OSError):
+            entry.path.unlink(missing_ok=True)
+            deleted.append(entry)
+    return deleted
+
+
+def delete_oldest(entries: Iterable[Entry], limit: int) -> list[Entry]:
+    """Delete the files that were used longest ago until all others have at most `limit` bytes; return these files."""
+    files, chosen = sorted(entries, key=lambda entry: entry.used), list[Entry]()
+    over = sum(entry.size for entry in files) - limit
+    for entry in files:
+        if over <= 0:
+            break
+        chosen.append(entry)
+        over -= entry.size
+    return delete(chosen)
+
+
 TEMPORARY = ".part"  # the suffix of files that are being written
-MOUNTS = Path("/proc/self/mountinfo")
-EMPTY_DIR = "/kubernetes.io~empty-dir/"  # in the paths of such volumes on a node of Kubernetes
-_LOST_WITH = {"tmpfs": "memory", "ramfs": "memory", "overlay": "container", "fuse.fuse-overlayfs": "container"}
-
-
-def lost_with(folder: Path) -> str:
-    """Say when a folder loses its files: with the "memory", "container" or "pod". Empty: they stay, or nobody knows."""
-    place, depth, found = folder.resolve(), 0, ""
-    with suppress(OSError):
-        for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
-            mount, _, kind = line.partition(" - ")  # id, parent, device, root in the file system, place, options
-            root, point = mount.split(" ")[3:5]
-            path = Path(point.replace("\\040", " "))
-            if place.is_relative_to(path) and len(path.parts) >= depth:  # the last one hides earlier ones
-                depth = len(path.parts)
-                found = "pod" if EMPTY_DIR in f"{root}/" else _LOST_WITH.get(kind.partition(" ")[0], "")
-    return found
 
 
 @contextmanager
@@ -119,6 +143,25 @@ def remove_abandoned(folder: Path) -> None:
         with suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the writer is alive
             path.unlink()
+
+
+MOUNTS = Path("/proc/self/mountinfo")
+EMPTY_DIR = "/kubernetes.io~empty-dir/"  # in the paths of such volumes on a node of Kubernetes
+_LOST_WITH = {"tmpfs": "memory", "ramfs": "memory", "overlay": "container", "fuse.fuse-overlayfs": "container"}
+
+
+def lost_with(folder: Path) -> str:
+    """Say when a folder loses its files: with the "memory", "container" or "pod". Empty: they stay, or nobody knows."""
+    place, depth, found = folder.resolve(), 0, ""
+    with suppress(OSError):
+        for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
+            mount, _, kind = line.partition(" - ")  # id, parent, device, root in the file system, place, options
+            root, point = mount.split(" ")[3:5]
+            path = Path(point.replace("\\040", " "))
+            if place.is_relative_to(path) and len(path.parts) >= depth:  # the last one hides earlier ones
+                depth = len(path.parts)
+                found = "pod" if EMPTY_DIR in f"{root}/" else _LOST_WITH.get(kind.partition(" ")[0], "")
+    return found
 
 
 class Run(NamedTuple):
@@ -151,6 +194,21 @@ def is_steady(spread: float) -> bool:
 def costs_folder() -> Path:
     """Return the folder of measurements."""
     return cache_folder("costs")
+
+
+def owner_of(salt: str) -> str:
+    """Return a digest of the part of a salt that names its owner; see `speculant.serving.http.clients.salt_of`."""
+    return digest_of("owner", salt.partition(":")[0].partition("/")[0])
+
+
+def salt_digest(salt: str) -> str:
+    """Return a digest of a salt."""
+    return digest_of("salt", salt)
+
+
+def digest_of(*facts: str) -> str:
+    """Return a short name for facts, which does not reveal them."""
+    return hashlib.sha256("\0".join(facts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def key_of(facts: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from .base import (
 )
 from .disk import (
     BlockFiles as BlockFiles,
-    CacheFile as CacheFile,
+    belongs as belongs,
     entries as entries,
     model_of as model_of,
     prune as prune,

@@ -3,11 +3,12 @@
 Each block of each group of layers is a file of its own. Its name is a digest of the model, the salt, and all tokens up
 to the block's end, so that a file is found without an index, and several processes share one folder:
 
-    DIR/3f/3f9c...kv    [ magic | CRC of the rest | model | name | place | sizes ][ tokens of the block ][ content ]
+    DIR/3f/3f9c...kv    [ magic | CRC of the rest | model | salt | name | place | sizes ][ tokens ][ content ]
 
-place: the group of layers, or that of states. A source of an encoder-decoder model is one file. A file is written
-under a temporary name, then renamed. It is used only if its CRC, its name and its tokens are right; any other file of
-this form is deleted. Errors of the disk are logged, once for each kind, and prompts are computed as without a cache.
+salt: digests of its owner and of all of it. place: the group of layers, or that of states. A source of an
+encoder-decoder model is one file. A file is written under a temporary name, then renamed. It is used only if its CRC,
+its name and its tokens are right; any other file of this form is deleted. Errors of the disk are logged, once for each
+kind, and prompts are computed as without a cache.
 
 Files are written in a thread. Nothing waits for it: what comes while too much waits is not kept. When all files take
 more bytes than they may, or the disk is full, the least recently used ones are deleted. A sequence that ends marks its
@@ -33,9 +34,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from speculant.files import remove_abandoned, temporary
+from speculant.files import (
+    Entry,
+    delete_oldest,
+    entries_of,
+    owner_of,
+    remove_abandoned,
+    salt_digest,
+    temporary,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,30 +56,17 @@ SCAN_S = 300.0  # between looks at the folder: other processes write there too
 LEAST_LEFT = 0.9  # of the limit, once files were deleted
 RETRY = 16  # reads that did not pay are tried again after as many others
 _MAGIC = b"spec-kv\x01"
-_HEADER = struct.Struct("<8sI16s16sHxxIQ")  # magic, CRC, model, name, place, number of tokens, bytes of content
+_REST = "16s8s8s16sHxxIQ"  # model, owner of the salt, salt, name, place, number of tokens, bytes of content
+_HEADER = struct.Struct(f"<8sI{_REST}")  # magic, CRC of the rest
 _CRC_END = 12
 _DIGEST = 16
 
 Content = bytes | memoryview
 
 
-class CacheFile(NamedTuple):
-    """A file of the cache. used: when it was used last, in seconds since the epoch. kind: what it holds."""
-
-    path: Path
-    size: int
-    used: float
-    kind: str = "prompt"
-
-
-def entries(folder: Path) -> list[CacheFile]:
+def entries(folder: Path) -> list[Entry]:
     """Return the files of a folder, the one that was used longest ago first."""
-    found = list[CacheFile]()
-    for path in folder.glob(f"??/*{SUFFIX}"):
-        with suppress(OSError):
-            status = path.stat()
-            found.append(CacheFile(path, status.st_size, status.st_mtime_ns / 1e9))
-    return sorted(found, key=lambda entry: entry.used)
+    return entries_of(folder.glob(f"??/*{SUFFIX}"), "prompt")
 
 
 def verify(path: Path) -> str:
@@ -84,11 +80,23 @@ def verify(path: Path) -> str:
 
 def model_of(path: Path) -> str:
     """Return a digest of the model whose prompts a file holds. Raises OSError, or ValueError for another file."""
+    return bytes(_head(path)[2]).hex()
+
+
+def belongs(path: Path, owner: str | None, salt: str | None) -> bool:
+    """Whether a file is of this owner and of this salt, as digests (speculant/files.py); None = any."""
+    with suppress(OSError, ValueError):
+        head = _head(path)
+        return owner in (None, head[3].hex()) and salt in (None, head[4].hex())
+    return False
+
+
+def _head(path: Path) -> tuple[Any, ...]:
     with path.open("rb") as file:
         head = file.read(_HEADER.size)
     if len(head) < _HEADER.size or head[: len(_MAGIC)] != _MAGIC:
         raise ValueError("it is no file of a prompt cache")
-    return bytes(_HEADER.unpack(head)[2]).hex()
+    return _HEADER.unpack(head)
 
 
 class DamagedBlockError(Exception):
@@ -185,12 +193,21 @@ class BlockFiles:
         with suppress(OSError):
             self._path(key, place).unlink()
 
-    def keep(self, key: bytes, place: int, tokens: Sequence[int], size: int, content: Callable[[], Content]) -> None:
+    def keep(
+        self, key: bytes, place: int, tokens: Sequence[int], cache_salt: str, size: int, content: Callable[[], Content]
+    ) -> None:
         """Write a file of `size` bytes in the background, unless it is there, or too much waits; content is copied."""
         if self.has(key, place) or self._waiting + size > MOST_WAITING or time.monotonic() - self._paused < PAUSE_S:
             return
-        copied, name = content(), path_name(key, place)
-        self._submit(size, partial(self._write, self._path(key, place), name, place, array("i", tokens), copied))
+        salt = cache_salt.partition("\0")[0]  # what follows is not the client's
+        facts = (
+            self.model,
+            bytes.fromhex(owner_of(salt)),
+            bytes.fromhex(salt_digest(salt)),
+            path_name(key, place),
+            place,
+        )
+        self._submit(size, partial(self._write, self._path(key, place), facts, array("i", tokens), content()))
 
     def mark_used(self, keys: Sequence[bytes], places: Iterable[int]) -> None:
         """Mark the files of a text's blocks, the first block's as the last used ones."""
@@ -233,8 +250,8 @@ class BlockFiles:
             remove_abandoned(part)
         self._make_room()
 
-    def _write(self, path: Path, name: bytes, place: int, tokens: array[int], content: Content) -> None:
-        rest = struct.pack("<16s16sHxxIQ", self.model, name, place, len(tokens), len(content)) + tokens.tobytes()
+    def _write(self, path: Path, facts: tuple[Any, ...], tokens: array[int], content: Content) -> None:
+        rest = struct.pack(f"<{_REST}", *facts, len(tokens), len(content)) + tokens.tobytes()
         crc = zlib.crc32(content, zlib.crc32(rest))
         for again in (False, True):
             try:
@@ -269,14 +286,8 @@ def prune(folder: Path, limit: int) -> int:
     """Delete the least recently used files, if all have more bytes than the limit; return the bytes of all others."""
     found = entries(folder)
     size = sum(entry.size for entry in found)
-    if size > limit:
-        for entry in found:
-            if size <= LEAST_LEFT * limit:
-                break
-            with suppress(OSError):
-                entry.path.unlink(missing_ok=True)
-                size -= entry.size
-    return size
+    gone = delete_oldest(found, int(LEAST_LEFT * limit)) if size > limit else []
+    return size - sum(entry.size for entry in gone)
 
 
 def path_name(key: bytes, place: int) -> bytes:
@@ -304,7 +315,7 @@ def _read(path: Path, name: bytes) -> tuple[bytes, memoryview]:
             raise DamagedBlockError("it changed while it was read")
     if len(data) < _HEADER.size:
         raise DamagedBlockError("it is too short")
-    magic, crc, _, own, _, tokens, size = _HEADER.unpack_from(data)
+    magic, crc, *_, own, _, tokens, size = _HEADER.unpack_from(data)
     start = _HEADER.size + array("i").itemsize * tokens
     if magic != _MAGIC or len(data) != start + size:
         raise DamagedBlockError("its form is another one")
@@ -319,4 +330,4 @@ def _mark_used(paths: Sequence[Path]) -> None:
     now = time.time_ns()
     for place, path in enumerate(paths):
         with suppress(OSError):
-            os.utime(path, ns=(now + place, now + place))
+            os.utime(path, ns=(now + 1000 * place,) * 2)

@@ -127,7 +127,7 @@ class StoredPrefixes:
         def content() -> bytes:
             return b"".join(self._storage.dump(group, own) for group, own in enumerate(slots))
 
-        self.files.keep(self._source_key(source), SOURCE, source.tokens, size, content)
+        self.files.keep(self._source_key(source), SOURCE, source.tokens, source.cache_salt, size, content)
 
     def _source_key(self, source: Source) -> bytes:
         return self.files.child(self.files.root(source.cache_salt), source.tokens)
@@ -137,7 +137,8 @@ class StoredPrefixes:
         if not self.files.speed.pays(self._sizes[place], serves * self._cache.block_size):
             return
         key, slots = self._key_of(node), self._slots(place, block)
-        self.files.keep(key, place, node.tokens, self._sizes[place], lambda: self._storage.dump(place, slots))
+        content = partial(self._storage.dump, place, slots)
+        self.files.keep(key, place, node.tokens, node.cache_salt, self._sizes[place], content)
 
     def _key_of(self, node: PrefixNode) -> bytes:
         """Return the key of a node's tokens; it is kept, and so are those of the nodes before it."""

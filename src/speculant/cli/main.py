@@ -23,6 +23,7 @@ COMMANDS = {  # with the first paragraph of each one's help, so that the list of
     "doctor": "Report this machine's features and the cost of missing ones; or a model's sizes and types.",
     "serve": "Serve a model over HTTP, in the shape of OpenAI's API.",
     "batch": "Answer a file of requests.",
+    "cache": "List, prune, verify or forget what is kept on disk between runs.",
 }
 FURTHER = "speculant.commands"  # entry points of tables like COMMANDS; each one's commands stand beside it
 OWN = "speculant.cli"

@@ -9,7 +9,8 @@ round without drafting, or one in which everything was accepted.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
@@ -137,6 +138,8 @@ class Drafter(Protocol):
     """
 
     needs: DrafterNeeds
+    keeps: str
+    """The form of what it learns from texts and a later engine may use, such as "texts"; "" = there is nothing."""
 
     @property
     def caches(self) -> Sequence[KVCache]:
@@ -217,6 +220,18 @@ class Drafter(Protocol):
         """Forget a sequence that ended or was preempted; it may begin again."""
         ...
 
+    def learned(self) -> Iterator[tuple[str, Sequence[array[int]]]]:
+        """Yield each cache salt for which it has learnt since the last call, and all that it knows for it, in parts.
+
+        A part has numbers below the size of the vocabulary, -1 or more, in an array of type "i", and is not changed
+        later. Other calls may come between two salts.
+        """
+        ...
+
+    def learn(self, salt: str, part: array[int]) -> None:
+        """Learn a part for a salt that a drafter of the same `keeps` yielded. Raises DraftError for another form."""
+        ...
+
 
 class StatelessDrafter(Drafter):
     """A `Drafter` without state. Subclasses define `propose` and override the other calls that they need.
@@ -225,6 +240,7 @@ class StatelessDrafter(Drafter):
     """
 
     needs = DrafterNeeds()
+    keeps: str = ""
     caches: Sequence[KVCache] = ()
     errors: int = 0
     sub_drafters: Mapping[str, Drafter] = MappingProxyType({})
@@ -271,6 +287,14 @@ class StatelessDrafter(Drafter):
     def end(self, request: Request) -> None:
         pass
 
+    @override
+    def learned(self) -> Iterator[tuple[str, Sequence[array[int]]]]:
+        return iter(())
+
+    @override
+    def learn(self, salt: str, part: array[int]) -> None:
+        pass
+
 
 def is_built_in(drafter: Drafter) -> bool:
     """Whether a drafter is one of this package, whose probs the contract tests prove."""
@@ -280,7 +304,7 @@ def is_built_in(drafter: Drafter) -> bool:
 
 _CALLS = (
     "caches", "errors", "sub_drafters", "listens", "begin", "observe_source", "propose", "propose_selected",
-    "catch_up", "observe", "roll_back", "match_prefix", "end",
+    "catch_up", "observe", "roll_back", "match_prefix", "end", "keeps", "learned", "learn",
 )  # fmt: skip
 
 

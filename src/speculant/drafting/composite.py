@@ -477,6 +477,10 @@ class Drafters(CompositeDrafter):
         own = self._by_method[request.drafts.method]
         return own.drafter.listens and request.seq_id in own.begun
 
+    def lasting(self) -> dict[str, Drafter]:
+        """Return the drafters, at any depth, that learn something for later engines, by method."""
+        return {method: each for method, each in within(self).items() if each.keeps}
+
     def check(self) -> None:
         """Assert the integrity of the drafters' caches."""
         for cache in self.caches:

@@ -25,6 +25,12 @@ from .generation import (
     TextPrompt as TextPrompt,
     TokensPrompt as TokensPrompt,
 )
+from .learning import (
+    FairLock as FairLock,
+    LearnedFiles as LearnedFiles,
+    Learning as Learning,
+    UnusableFileError as UnusableFileError,
+)
 from .llm import (
     LLM as LLM,
     BeamSearchOutput as BeamSearchOutput,

@@ -344,6 +344,7 @@ class EngineThread:
         while not self._inbox.empty():
             self._inbox.get()(engine)
         atexit.unregister(self._exit)
+        engine.close()
         self.ended.set_result(None)
 
     def _death(self) -> SpeculantError:

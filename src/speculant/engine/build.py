@@ -40,6 +40,7 @@ from speculant.drafting import (
 from speculant.drafting.methods import KIND
 from speculant.engine.draft_loading import DraftLoader
 from speculant.engine.engine import Engine, EngineOptions
+from speculant.engine.learning import LearnedFiles, Learning, vocabulary_digest
 from speculant.engine.memory import CacheMemory
 from speculant.engine.nearby import FoundDraft, find_drafts
 from speculant.engine.precision import AUTO, LARGE_BYTES, HeadRounding, rounded
@@ -66,7 +67,7 @@ from speculant.verification import Verifier
 logger = logging.getLogger(__name__)
 
 MOST_TRIED, LEAST_GAIN_FOUND = 2, 1.0  # drafts that nobody named, and the least expected speed of one over plain
-_NO_FILES: Mapping[str, Any] = {"weight_cache": "off", "prompt_cache": None, "prompt_cache_size": 1}
+_NO_FILES: Mapping[str, Any] = {"weight_cache": "off", "prompt_cache": None, "prompt_cache_size": 1, "learn": None}
 _VERIFIERS, _LENGTHS = "speculant.verification", "speculant.lengths"
 
 
@@ -176,6 +177,7 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
         drafters,
         measured,
         seq_ids,
+        _learning(config, target, tokenizer, drafters),
     )
     # A small model takes a second. The slots of a slotted cache may all be taken later.
     whole = 2 * target.weights < LARGE_BYTES or config.kv_cache_backend == "slotted"
@@ -191,6 +193,17 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     predicts = installed(PREDICTION)[:1] if config.use_speculative_decoding is not False else []
     most = (spec.num_speculative_tokens if spec else None) or max(length, LONGEST)
     return Runtime(engine, tokenizer, target, limits, drafter is not None, beams, says, context, most, *predicts)
+
+
+def _learning(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer, drafters: Drafters) -> Learning | None:
+    """Return what keeps the drafters' learning, begun with what the folder has; None = it is not kept."""
+    if config.learn is None:
+        return None
+    size = target.model.vocab_size
+    folder, vocabulary = Path(config.learn).expanduser(), vocabulary_digest(tokenizer, size)
+    learning = Learning(LearnedFiles(folder, vocabulary, str(config.model)), drafters, size)
+    background.start(learning.start())
+    return learning
 
 
 def resolve_for(config: EngineConfig, target: Checkpoint) -> Limits:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -14,6 +16,7 @@ from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.drafting import Drafters
 from speculant.engine.commit import Committed, ending_with, fail
+from speculant.engine.learning import Learning
 from speculant.engine.profiling import Mark, unmarked
 from speculant.engine.requests import CheckedRequest, RequestFactory, RequestRules
 from speculant.engine.runner import check_target
@@ -64,9 +67,17 @@ class Engine:
         drafters: Drafters | None = None,
         measurement: Measurement | None = None,
         seq_ids: Iterator[int] | None = None,
+        learning: Learning | None = None,
     ) -> None:
-        """measurement: measures the costs that the policy compares, between steps. seq_ids: for its requests."""
+        """measurement: measures the costs that the policy compares, between steps. seq_ids: for its requests.
+
+        learning: keeps what the drafters learn; None = nothing is kept.
+        """
         self.measurement = measurement or Measurement()
+        self._learning = learning
+        self._turn: AbstractContextManager[None] = nullcontext() if learning is None else learning.turn
+        if learning is not None:
+            weakref.finalize(self, learning.close)
         self._last_s, self._is_new, self._delays = 0.0, False, 0  # of the last step; see `_measure`
         self._drafters = Drafters() if drafters is None else drafters
         taps = [layer for layer in self._drafters.needs.hidden_layers if layer != target.num_layers + 1]
@@ -131,6 +142,9 @@ class Engine:
         sequences = samples[: _num_sequences(checked.params)]
         self._scheduler.add(sequences)
         self._by_id[request_id] = list(sequences)
+        if self._learning is not None:
+            with self._turn:
+                self._learning.meet(samples[0].sender.cache_salt)
         return samples
 
     def check_request(
@@ -159,6 +173,10 @@ class Engine:
 
         An error ends the requests that cause it, with finish_reason "error", and leaves the others running.
         """
+        with self._turn:
+            return self._step()
+
+    def _step(self) -> list[StepOutput]:
         self.doubtful = False
         if not self._by_id:
             return []
@@ -204,11 +222,17 @@ class Engine:
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End every sequence of a request at once and release its memory; an unknown id is ignored."""
-        for request in list(self._by_id.get(request_id, ())):
-            for sample in ending_with(request):
-                sample.ending = Ending(reason)
-            self._end(request)
+        with self._turn:
+            for request in list(self._by_id.get(request_id, ())):
+                for sample in ending_with(request):
+                    sample.ending = Ending(reason)
+                self._end(request)
         self._note_standing()
+
+    def close(self) -> None:
+        """Write what drafters have learned, if it is kept. The engine is not used any more."""
+        if self._learning is not None:
+            self._learning.close()
 
     def check(self) -> None:
         """Assert the invariants that hold between steps; for tests."""

@@ -32,6 +32,7 @@ _PATHS = (
     "download_dir",
     "generation_config",
 )  # ends of the names of arguments that are paths
+_MADE = ("learn",)  # names of arguments that are folders, which are made if they are missing
 # How fields of `ReplicaOptions` are called where other settings stand beside them.
 REPLICA_FIELDS: Mapping[str, str] = {
     "replicas": "replicas",
@@ -82,8 +83,8 @@ def with_absolute_paths(values: Mapping[str, Any]) -> dict[str, Any]:
 def _absolute(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return with_absolute_paths(value)
-    if name.endswith(_PATHS) and isinstance(value, str) and Path(value).exists():
-        return str(Path(value).absolute())
+    if isinstance(value, str) and (name in _MADE or (name.endswith(_PATHS) and Path(value).exists())):
+        return str(Path(value).expanduser().absolute())
     return value
 
 

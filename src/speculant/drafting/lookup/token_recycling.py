@@ -17,8 +17,9 @@ rows (engine/runner.py): 55 microseconds for 9 rows at V = 8192, 215 at V = 151,
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from speculant.drafting.base import DrafterContext, DrafterNeeds, DrafterReads, Method, StatelessDrafter, read_options
-from speculant.errors import ConfigError
+from speculant.errors import ConfigError, DraftError
 from speculant.tree import depths_of
 from speculant.types import CommittedRows, DraftTree, Request
 
@@ -106,7 +107,9 @@ class TokenRecycling(StatelessDrafter):
             max_nodes=len(_paths(options.successors)), emits_tree=True, reads=DrafterReads(top_k=options.successors)
         )
         self._options, self._vocab_size = options, vocab_size
+        self.keeps = f"{options.successors} successors"
         self._matrices: OrderedDict[str, NDArray[np.int32]] = OrderedDict()
+        self._changed = set[str]()  # the salts of matrices that have changed since `learned` was called
         self._sequences: dict[int, Recycled] = {}
         self._acceptance = NodeAcceptance()
 
@@ -126,17 +129,40 @@ class TokenRecycling(StatelessDrafter):
         if rows.successors:
             tokens, best = zip(*rows.successors, strict=True)
             self._matrix(request.sender.cache_salt)[list(tokens), : len(best[0])] = best
+            self._changed.add(request.sender.cache_salt)
 
     @override
     def end(self, request: Request) -> None:
         self._sequences.pop(request.seq_id, None)
+
+    @override
+    def learned(self) -> Iterator[tuple[str, Sequence[array[int]]]]:
+        """Yield the rows that are known, each after its token."""
+        while self._changed:
+            salt = self._changed.pop()
+            matrix = self._matrices[salt]
+            known = np.flatnonzero(matrix[:, 0] >= 0).astype(np.int32)
+            yield salt, [array("i", np.column_stack((known, matrix[known])).tobytes())]
+
+    @override
+    def learn(self, salt: str, part: array[int]) -> None:
+        """Learn the rows of tokens that have none yet."""
+        width, numbers = 1 + self._options.successors, np.asarray(part, np.int32)
+        rows = numbers[: len(numbers) // width * width].reshape(-1, width)
+        ordered = np.sort(rows[:, 1:], axis=1)
+        twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+        if rows.size != numbers.size or twice.any() or (rows[:, 0] < 0).any() or (rows >= self._vocab_size).any():
+            raise DraftError("rows of successors are not of this form", f"keep {width} numbers for each token.")
+        matrix = self._matrix(salt)
+        fresh = rows[matrix[rows[:, 0], 0] < 0]
+        matrix[fresh[:, 0]] = fresh[:, 1:]
 
     def _matrix(self, cache_salt: str) -> NDArray[np.int32]:
         """Return the matrix [V, successors] of a salt, best first; -1 = unknown."""
         if cache_salt not in self._matrices:
             self._matrices[cache_salt] = np.full((self._vocab_size, self._options.successors), -1, dtype=np.int32)
             if len(self._matrices) > self._options.matrices:
-                self._matrices.popitem(last=False)
+                self._changed.discard(self._matrices.popitem(last=False)[0])
         self._matrices.move_to_end(cache_salt)
         return self._matrices[cache_salt]
 

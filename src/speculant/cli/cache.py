@@ -1,0 +1,242 @@
+"""`speculant cache`: lists, sizes, checks and forgets the files that are kept between runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from speculant.cache import belongs, entries as prompt_files, model_of, verify as verify_prompt
+from speculant.cli.flags import accepts_log_level
+from speculant.cli.terminal import command_group, examples, print_json, results
+from speculant.config import read_bytes
+from speculant.engine import LearnedFiles
+from speculant.errors import ConfigError
+from speculant.files import (
+    Entry,
+    cache_folder,
+    delete,
+    delete_oldest,
+    entries_of,
+    owner_of,
+    remove_abandoned,
+    salt_digest,
+)
+from speculant.serving import key_digest
+
+EXAMPLES = examples(
+    "speculant cache list",
+    "speculant cache list ./learned --json",
+    "speculant cache prune ./learned --size 100MiB --older-than 30d",
+    "speculant cache verify ./learned",
+    "speculant cache forget ./learned --api-key secret",
+)
+
+
+class Kind(NamedTuple):
+    """A kind of file: how its files are found in a folder, checked, and told apart; None = they can't be."""
+
+    entries: Callable[[Path], list[Entry]]
+    verify: Callable[[Path], str] | None = None
+    model_of: Callable[[Path], str] | None = None
+    belongs: Callable[[Path, str | None, str | None], bool] | None = None
+
+
+KINDS: Mapping[str, Kind] = {
+    "learned": Kind(LearnedFiles.entries, LearnedFiles.verify, LearnedFiles.model_of, LearnedFiles.belongs),
+    "prompt": Kind(prompt_files, verify_prompt, model_of, belongs),
+    "weights": Kind(lambda folder: entries_of(folder.glob("*.weights"), "weights")),
+}
+NAMED = ("SPECULANT_PROMPT_CACHE", "SPECULANT_LEARN")  # variables that name folders
+OWN: Mapping[str, Callable[[Path], list[Entry]]] = {
+    "weights": KINDS["weights"].entries,
+    "costs": lambda folder: entries_of(folder.glob("*.json"), "measurements"),
+}
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+app = command_group(help="List, prune, verify or forget what is kept on disk between runs.", epilog=EXAMPLES)
+
+Folder = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="DIR",
+        help="The folder of --learn or --prompt-cache [default: those of SPECULANT_LEARN and SPECULANT_PROMPT_CACHE].",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@app.callback()
+def cache() -> None:
+    """List, prune, verify or forget what is kept on disk between runs."""
+
+
+@app.command("list", epilog=EXAMPLES)
+@accepts_log_level
+def list_files(folder: Folder = None, as_json: AsJson = False) -> None:
+    """Show the files of each kind: how many, their bytes, models, and oldest and newest use.
+
+    Without DIR, the packed weights and the measurements of this user are listed too.
+    """
+    rows = [_row(place, entries) for place, entries in _listed(folder) if entries]
+    if as_json:
+        print_json({"kinds": rows, "bytes": sum(row["bytes"] for row in rows)})
+        return
+    for row in rows:
+        oldest, newest = (datetime.fromtimestamp(row[name]) for name in ("oldest_use", "newest_use"))
+        of = f", of {', '.join(row['models'])}" if row["models"] else ""
+        used = f"used from {oldest:%Y-%m-%d %H:%M} to {newest:%Y-%m-%d %H:%M}"
+        results().print(f"{row['kind']} in {row['folder']}: {row['files']} files, {_mib(row['bytes'])}, {used}{of}")
+    if not rows:
+        results().print("nothing is kept")
+
+
+@app.command(epilog=EXAMPLES)
+@accepts_log_level
+def prune(
+    folder: Folder = None,
+    size: Annotated[str | None, typer.Option(help="The most bytes that stay, such as 5GiB; newest uses stay.")] = None,
+    older_than: Annotated[
+        str | None, typer.Option(help="Delete what was not used for this long: 7d, 12h, 30m.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete the files that were used longest ago."""
+    if size is None and older_than is None:
+        raise ConfigError("nothing says what to delete", "add --size 5GiB, --older-than 7d or both.")
+    limit = None if size is None else read_bytes("--size", size)
+    before = None if older_than is None else time.time() - _seconds(older_than)
+    entries = [entry for place in _folders(folder) for entry in _entries(place)]
+    old = [entry for entry in entries if before is not None and entry.used < before]
+    deleted = delete(old)
+    if limit is not None:
+        deleted += delete_oldest([entry for entry in entries if entry not in deleted], limit)
+    _report(as_json, deleted, len(entries), "deleted")
+
+
+@app.command(epilog=EXAMPLES)
+@accepts_log_level
+def verify(folder: Folder = None, as_json: AsJson = False) -> None:
+    """Read each file, and delete those that are damaged. Packed weights are checked when a model is loaded."""
+    checked, damaged = 0, list[Entry]()
+    problems: dict[str, str] = {}
+    for place in _folders(folder):
+        for entry in _entries(place):
+            check = KINDS[entry.kind].verify
+            checked += check is not None
+            if check is not None and (problem := check(entry.path)) and entry.path.exists():
+                problems[str(entry.path)] = problem
+                damaged += delete([entry])
+    if not as_json:
+        for path, problem in problems.items():
+            results().print(f"{path}: {problem}")
+    _report(as_json, damaged, checked, "damaged", problems=problems)
+
+
+@app.command(epilog=EXAMPLES)
+@accepts_log_level
+def forget(
+    folder: Folder = None,
+    salt: Annotated[str | None, typer.Option(help="Only what this cache_salt left.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Only what this API key of a server left.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete all files, or those of one cache_salt or API key.
+
+    Stop the servers that use the folder first: they write again what they have in memory.
+    """
+    entries = [entry for place in _folders(folder) for entry in _entries(place)]
+    if salt is None and api_key is None:
+        deleted = delete(entries)
+    else:
+        named = [entry for entry in entries if KINDS[entry.kind].belongs is not None]
+        deleted = delete(entry for entry in named if _is_of(entry, salt, api_key))
+        if len(named) < len(entries) and not as_json:
+            results().print(f"{len(entries) - len(named)} files are of no key or salt alone, and stay")
+    _report(as_json, deleted, len(entries), "forgotten")
+
+
+def _is_of(entry: Entry, salt: str | None, api_key: str | None) -> bool:
+    """Whether a file is of a key and of a salt; a salt has another form in a program than on a server."""
+    belongs, who = KINDS[entry.kind].belongs, "" if api_key is None else key_digest(api_key)
+    owner = None if api_key is None else owner_of(who)
+    salts = [None] if salt is None else [salt_digest(each) for each in (f"{who}:{salt}", who or salt)]
+    return belongs is not None and any(belongs(entry.path, owner, each) for each in salts)
+
+
+def _folders(folder: Path | None) -> list[Path]:
+    """Return the folders that a command is for. Raises ConfigError if there are none."""
+    named = [Path(os.environ[name]) for name in NAMED if os.environ.get(name)] if folder is None else [folder]
+    if not named:
+        raise ConfigError("no folder is named", "name that of --learn or --prompt-cache: speculant cache ... DIR.")
+    found = [place.expanduser() for place in named]
+    for place in found:
+        if not place.is_dir():
+            raise ConfigError(f"{place} is no folder", "name a folder that --learn or --prompt-cache had.")
+        for part in (place, *place.glob("??")):
+            remove_abandoned(part)
+    return list(dict.fromkeys(found))
+
+
+def _entries(folder: Path) -> Iterator[Entry]:
+    """Yield the files of all kinds in a folder."""
+    for kind in KINDS.values():
+        yield from kind.entries(folder)
+
+
+def _listed(folder: Path | None) -> Iterator[tuple[Path, list[Entry]]]:
+    """Yield the folders to list, each with its files of one kind."""
+    if folder is not None or any(map(os.environ.get, NAMED)):
+        for place in _folders(folder):
+            for kind in KINDS.values():
+                yield place, kind.entries(place)
+    if folder is None:
+        for name, entries in OWN.items():
+            yield cache_folder(name), entries(cache_folder(name))
+
+
+def _row(folder: Path, entries: list[Entry]) -> dict[str, Any]:
+    """Describe the files of one kind in a folder."""
+    models, kind = Counter[str](), KINDS.get(entries[0].kind)
+    if kind is not None and kind.model_of is not None:
+        for entry in entries:
+            with suppress(OSError, ValueError):  # it is damaged, or was deleted meanwhile
+                models[kind.model_of(entry.path)] += 1
+    return {
+        "kind": entries[0].kind,
+        "folder": str(folder),
+        "files": len(entries),
+        "bytes": sum(entry.size for entry in entries),
+        "oldest_use": min(entry.used for entry in entries),
+        "newest_use": max(entry.used for entry in entries),
+        "models": dict(models),
+    }
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
+    if match is None:
+        raise ConfigError(f"--older-than {text!r} is no time", "use a number with s, m, h or d, such as 7d.")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def _report(as_json: bool, deleted: Iterable[Entry], seen: int, what: str, **more: Any) -> None:
+    """Print how many of the files that were seen were deleted."""
+    files = [*deleted]
+    size = sum(entry.size for entry in files)
+    if as_json:
+        print_json({"files": seen, what: len(files), "bytes": size, **more})
+    else:
+        results().print(f"{what}: {len(files)} of {seen} files, {_mib(size)}")
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
