@@ -1,0 +1,71 @@
+"""The blocks of the prefix index that were computed ahead of any request, until a request begins with them.
+
+They count as long as no request has used them:
+
+    index      b7 ---- b2 ---- b5 ---- b1 ---- b8        b7, b2: of a conversation
+                               '--- prepared ---'        a request that begins with b7 - b5 uses b5; b1 and b8 still wait
+
+A preparation that was wrong takes memory from prompts that were right. So the blocks that wait are at most a part of the
+cache: further ones take the place of the oldest of the client that has the most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from speculant.cache.paged import KVCache, PrefixNode
+
+PART = 4  # one block in so many may wait for a request
+
+
+class PreparedPrefixes:
+    """The prepared blocks of a cache. computed, used: tokens so far that were prepared, and of these those in use."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._waiting: dict[PrefixNode, str] = {}  # the client by node, the oldest first
+        self.computed = self.used = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, seq_id: int, known: int, client: str) -> None:
+        """Note the blocks of a sequence that follow its first `known` ones, which were in the index before."""
+        added = self._cache.prefix(seq_id)[known:]
+        self._waiting.update(dict.fromkeys(added, client))
+        self.computed += len(added) * self._cache.block_size
+
+    def use(self, seq_id: int) -> None:
+        """Note that a request begins with the blocks of its sequence."""
+        for node in self._cache.prefix(seq_id):
+            if self._waiting.pop(node, None) is not None:
+                self.used += self._cache.block_size
+
+    def waits(self, node: PrefixNode) -> bool:
+        """Whether a node was prepared, and no request has used it."""
+        return node in self._waiting
+
+    def make_room(self, blocks: int) -> int:
+        """Return how many of `blocks` more may wait, after older ones that wait were dropped for them.
+
+        Blocks that a sequence holds stay.
+        """
+        most = self._cache.num_blocks // PART
+        self._forget_evicted()
+        while len(self._waiting) + blocks > most and self._drop_oldest():
+            self._forget_evicted()
+        return max(0, min(blocks, most - len(self._waiting)))
+
+    def check(self) -> None:
+        """Assert that the blocks that wait keep to their part of the cache."""
+        self._forget_evicted()
+        assert len(self) <= self._cache.num_blocks // PART, "too many blocks wait for requests"
+
+    def _drop_oldest(self) -> bool:
+        """Drop the oldest droppable block of the client that has the most, and all after it; False = there is none."""
+        held = Counter(self._waiting.values())
+        nodes = sorted(self._waiting, key=lambda node: -held[self._waiting[node]])  # stable: the oldest first
+        return any(self._cache.forget(node) for node in nodes)
+
+    def _forget_evicted(self) -> None:
+        self._waiting = {node: client for node, client in self._waiting.items() if self._cache.has(node)}
