@@ -1,12 +1,12 @@
 """The blocks of the prefix index that were computed ahead of any request, until a request begins with them.
 
-They count as long as no request has used them:
+They wait as long as no request has used them:
 
-    index      b7 ---- b2 ---- b5 ---- b1 ---- b8        b7, b2: of a conversation
-                               '--- prepared ---'        a request that begins with b7 - b5 uses b5; b1 and b8 still wait
+    index    b7 ---- b2 ---- b5 ---- b1 ---- b8      b7, b2: of a conversation
+                             '--- prepared ---'      a request that begins with b7 - b5 uses b5; b1 and b8 wait
 
-A preparation that was wrong takes memory from prompts that were right. So the blocks that wait are at most a part of the
-cache: further ones take the place of the oldest of the client that has the most.
+A preparation that was wrong takes memory from prompts that were right. So the blocks that wait are at most a part of
+the cache: further ones take the place of the oldest of the client that has the most.
 """
 
 from __future__ import annotations

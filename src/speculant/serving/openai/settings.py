@@ -399,12 +399,14 @@ class Prompt:
     """Token ids, and their text if they were made from one. rendered: set for a conversation.
 
     source: what the encoder of an encoder-decoder model reads; the prompt is its decoder's. offsets: where the text of
-    each token begins, if the answer repeats the prompt with its log-probabilities.
+    each token begins, if the answer repeats the prompt with its log-probabilities. conversation: the body with all
+    messages, from which it was rendered.
     """
 
     tokens: Sequence[int]
     text: str | None = None
     rendered: RenderedPrompt | None = None
+    conversation: ConversationBody | None = None
     offsets: Sequence[int] = ()
     source: Sequence[int] | None = None
 
@@ -468,7 +470,7 @@ class Prompts:
             raise refusal(
                 f"There are {len(messages)} messages and at most {self.options.max_messages} are allowed.", "messages"
             )
-        return await self.in_thread(lambda: self._rendered(engine, messages, body))
+        return await self.in_thread(lambda: self.rendered(engine, messages, body))
 
     def _completed(self, engine: AsyncEngine, body: CompletionBody) -> list[Prompt]:
         read = [engine.read_prompt(each) for each in _listed(body)]
@@ -506,7 +508,8 @@ class Prompts:
         for text in texts:
             _check_fits(engine, text, body)
 
-    def _rendered(self, engine: AsyncEngine, messages: Sequence[Message], body: ConversationBody) -> Prompt:
+    def rendered(self, engine: AsyncEngine, messages: Sequence[Message], body: ConversationBody) -> Prompt:
+        """Return the prompt of these messages, in the caller's thread; the other fields are those of a body."""
         variables = dict(body.chat_template_kwargs or {})
         for name in ("reasoning_effort", "documents"):
             if (value := getattr(body, name)) is not None:
@@ -520,7 +523,7 @@ class Prompts:
         self._check_text(rendered.text)
         _check_fits(engine, rendered.text, body)
         tokens = _cut(engine, engine.tokenizer.encode(rendered.text, bool(body.add_special_tokens)), body)
-        return Prompt(tokens, rendered.text, replace(rendered, tokens=tokens))
+        return Prompt(tokens, rendered.text, replace(rendered, tokens=tokens), body)
 
     async def of_params(self, engine: AsyncEngine, params: SamplingParams) -> SamplingParams:
         """Return the settings for an engine, see `prepare` there."""
