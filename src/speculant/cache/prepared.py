@@ -45,27 +45,28 @@ class PreparedPrefixes:
         """Whether a node was prepared, and no request has used it."""
         return node in self._waiting
 
-    def make_room(self, blocks: int) -> int:
-        """Return how many of `blocks` more may wait, after older ones that wait were dropped for them.
+    def make_room(self, blocks: int, client: str) -> int:
+        """Return how many of `blocks` more of a client may wait, after older ones that wait were dropped for them.
 
-        Blocks that a sequence holds stay.
+        Those of the client that would have the most go, unless a sequence holds them.
         """
         most = self._cache.num_blocks // PART
         self._forget_evicted()
-        while len(self._waiting) + blocks > most and self._drop_oldest():
+        while len(self) + blocks > most and self._drop_oldest(blocks, client):
             self._forget_evicted()
-        return max(0, min(blocks, most - len(self._waiting)))
+        return max(0, min(blocks, most - len(self)))
 
     def check(self) -> None:
         """Assert that the blocks that wait keep to their part of the cache."""
         self._forget_evicted()
         assert len(self) <= self._cache.num_blocks // PART, "too many blocks wait for requests"
 
-    def _drop_oldest(self) -> bool:
-        """Drop the oldest droppable block of the client that has the most, and all after it; False = there is none."""
-        held = Counter(self._waiting.values())
-        nodes = sorted(self._waiting, key=lambda node: -held[self._waiting[node]])  # stable: the oldest first
-        return any(self._cache.forget(node) for node in nodes)
+    def _drop_oldest(self, blocks: int, client: str) -> bool:
+        """Drop a block and all after it; return whether there was one to drop."""
+        counts = Counter(self._waiting.values())
+        counts[client] += blocks
+        largest = max(counts, key=lambda name: (counts[name], name == client))
+        return any(self._cache.forget(node) for node, name in self._waiting.items() if name == largest)
 
     def _forget_evicted(self) -> None:
         self._waiting = {node: client for node, client in self._waiting.items() if self._cache.has(node)}

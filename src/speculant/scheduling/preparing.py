@@ -115,7 +115,7 @@ class Preparations:
         if preparation.left <= 0:
             self._finish(preparation)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """End the preparation whose part failed."""
         self._cache.release(PREPARED)
         own = next(iter(self._queues.values()))
@@ -133,7 +133,7 @@ class Preparations:
         start = self._start(request)
         wanted = min(self._blocks, self._most, preparation.left // size, (self._end(request) - start) // size)
         self._known = self._cache.known_blocks(request.prompt, self._salt(request))
-        count = self.prefixes.make_room(wanted) * size if wanted > 0 else 0
+        count = self.prefixes.make_room(wanted, request.sender.client.name) * size if wanted > 0 else 0
         if not count or not plan.take(PREPARED, count):
             self._cache.release(PREPARED)
             return None
@@ -145,9 +145,13 @@ class Preparations:
         return self._cache.match_prefix(PREPARED, request.tokens, self._salt(request), self._end(request))
 
     def _end(self, request: Request) -> int:
-        """Return the end of the last full block of a prompt."""
-        size = self._cache.block_size
-        return len(request.prompt) // size * size if self._cache.keeps_prefixes else 0
+        """Return the end of the last full block of a prompt; with states, of one that the whole prompt goes beyond.
+
+        A request with the same prompt computes its last token. It can begin within a block, but with a state only at
+        the end of one.
+        """
+        size, length = self._cache.block_size, len(request.prompt) - (self._cache.records is not None)
+        return length // size * size if self._cache.keeps_prefixes else 0
 
     def _finish(self, preparation: Preparation) -> None:
         """End a preparation with what is known of it now."""
