@@ -146,7 +146,7 @@ def test_a_call_is_followed_by_the_header_of_its_result(folders: dict[str, str])
             (answer,) = answers(reader, body.messages)
             tokens = certain(prompts, engine, body, answer)
             text = engine.tokenizer.decode(tokens, skip_special_tokens=False)
-            assert text.endswith("</tool_call>[end][tool]")
+            assert text.endswith("</tool_call>[end][tool")
             result = {"role": "tool", "tool_call_id": "call_1", "content": "A result."}
             turn = [*SALUTATION, answer.model_dump(exclude_none=True), result]
             whole = engine.render_chat(turn, TOOLS).text

@@ -4,10 +4,9 @@ The conversation is rendered with the answer and a next message, once with each 
 
     history, answer, end of the turn, header of the next message | 1 ...
     history, answer, end of the turn, header of the next message | A ...
-    '------------------ the tokens that both have -----------------'
+    '----------------------- what both have ----------------------'
 
-These tokens may differ from those that were generated: templates drop the reasoning of earlier turns, and write calls
-in their own way. So the prompt of the next turn is not only the text that the cache has.
+It may differ from what was generated: templates drop the reasoning of earlier turns, and write calls in their own way.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
+from os.path import commonprefix
 
 from speculant.engine import AsyncEngine
 from speculant.errors import SpeculantError
@@ -28,7 +28,7 @@ from speculant.types import Sender
 
 logger = logging.getLogger(__name__)
 
-TEXTS = ("1", "\nA")  # of the next message; they begin with different tokens, also if white space is stripped
+TEXTS = ("1", "A")  # of the next message
 PAUSE_S = 0.01  # in which the answer is sent
 
 
@@ -94,6 +94,5 @@ def certain(prompts: Prompts, engine: AsyncEngine, body: ConversationBody, answe
     """
     given = {"role": "tool", "tool_call_id": answer.tool_calls[0].id} if answer.tool_calls else {"role": "user"}
     turns = [[*(body.messages or ()), answer, Message.model_validate({**given, "content": text})] for text in TEXTS]
-    one, other = (prompts.rendered(engine, turn, body).tokens for turn in turns)
-    differing = (place for place, (token, its) in enumerate(zip(one, other, strict=False)) if token != its)
-    return list(one[: next(differing, 0)])
+    text = commonprefix([prompts.render(engine, turn, body).text for turn in turns])  # noqa: RUF071 - of characters
+    return engine.tokenizer.encode(text, bool(body.add_special_tokens))[:-1]  # the last one may grow with the text

@@ -470,7 +470,7 @@ class Prompts:
             raise refusal(
                 f"There are {len(messages)} messages and at most {self.options.max_messages} are allowed.", "messages"
             )
-        return await self.in_thread(lambda: self.rendered(engine, messages, body))
+        return await self.in_thread(lambda: self._rendered(engine, messages, body))
 
     def _completed(self, engine: AsyncEngine, body: CompletionBody) -> list[Prompt]:
         read = [engine.read_prompt(each) for each in _listed(body)]
@@ -508,8 +508,14 @@ class Prompts:
         for text in texts:
             _check_fits(engine, text, body)
 
-    def rendered(self, engine: AsyncEngine, messages: Sequence[Message], body: ConversationBody) -> Prompt:
-        """Return the prompt of these messages, in the caller's thread; the other fields are those of a body."""
+    def _rendered(self, engine: AsyncEngine, messages: Sequence[Message], body: ConversationBody) -> Prompt:
+        rendered = self.render(engine, messages, body)
+        _check_fits(engine, rendered.text, body)
+        tokens = _cut(engine, engine.tokenizer.encode(rendered.text, bool(body.add_special_tokens)), body)
+        return Prompt(tokens, rendered.text, replace(rendered, tokens=tokens), body)
+
+    def render(self, engine: AsyncEngine, messages: Sequence[Message], body: ConversationBody) -> RenderedPrompt:
+        """Return the text of these messages, in the caller's thread; the other fields are those of a body."""
         variables = dict(body.chat_template_kwargs or {})
         for name in ("reasoning_effort", "documents"):
             if (value := getattr(body, name)) is not None:
@@ -521,9 +527,7 @@ class Prompts:
         begins, continues = body.add_generation_prompt is not False, bool(body.continue_final_message)
         rendered = engine.render_chat(conversation, tools, begins, variables, continue_final_message=continues)
         self._check_text(rendered.text)
-        _check_fits(engine, rendered.text, body)
-        tokens = _cut(engine, engine.tokenizer.encode(rendered.text, bool(body.add_special_tokens)), body)
-        return Prompt(tokens, rendered.text, replace(rendered, tokens=tokens), body)
+        return rendered
 
     async def of_params(self, engine: AsyncEngine, params: SamplingParams) -> SamplingParams:
         """Return the settings for an engine, see `prepare` there."""
