@@ -119,9 +119,7 @@ def test_prepared_prompts_give_the_same_bits(model_of: Callable[[str], CausalLM]
 
 
 @pytest.mark.parametrize("kind", ["full", "full and 5", *STATES])
-def test_a_newcomer_waits_for_no_second_part_and_the_rest_follows(
-    model_of: Callable[[str], CausalLM], kind: str
-) -> None:
+def test_a_newcomer_waits_for_no_second_part(model_of: Callable[[str], CausalLM], kind: str) -> None:
     model = model_of(kind)
     other, whole = [5, 6, 7, 8, 9], 36 if kind in STATES else 40
     expected = answers(engine_of(model), [other]), answers(engine_of(model), [TEXT])

@@ -19,31 +19,28 @@ PART = 4  # one block in so many may wait for a request
 
 
 class PreparedPrefixes:
-    """The prepared blocks of a cache. computed, used: tokens so far that were prepared, and of these those in use."""
+    """The prepared blocks of a cache. waiting: those that no request has used. computed, used: tokens so far."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._waiting: dict[PrefixNode, str] = {}  # the client by node, the oldest first
+        self.waiting: dict[PrefixNode, str] = {}  # the client by node, the oldest first
         self.computed = self.used = 0
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def add(self, seq_id: int, known: int, client: str) -> None:
         """Note the blocks of a sequence that follow its first `known` ones, which were in the index before."""
         added = self._cache.prefix(seq_id)[known:]
-        self._waiting.update(dict.fromkeys(added, client))
+        self.waiting.update(dict.fromkeys(added, client))
         self.computed += len(added) * self._cache.block_size
 
     def use(self, seq_id: int) -> None:
         """Note that a request begins with the blocks of its sequence."""
         for node in self._cache.prefix(seq_id):
-            if self._waiting.pop(node, None) is not None:
+            if self.waiting.pop(node, None) is not None:
                 self.used += self._cache.block_size
 
     def waits(self, node: PrefixNode) -> bool:
         """Whether a node was prepared, and no request has used it."""
-        return node in self._waiting
+        return node in self.waiting
 
     def make_room(self, blocks: int, client: str) -> int:
         """Return how many of `blocks` more of a client may wait, after older ones that wait were dropped for them.
@@ -52,21 +49,21 @@ class PreparedPrefixes:
         """
         most = self._cache.num_blocks // PART
         self._forget_evicted()
-        while len(self) + blocks > most and self._drop_oldest(blocks, client):
+        while len(self.waiting) + blocks > most and self._drop_oldest(blocks, client):
             self._forget_evicted()
-        return max(0, min(blocks, most - len(self)))
+        return max(0, min(blocks, most - len(self.waiting)))
 
     def check(self) -> None:
         """Assert that the blocks that wait keep to their part of the cache."""
         self._forget_evicted()
-        assert len(self) <= self._cache.num_blocks // PART, "too many blocks wait for requests"
+        assert len(self.waiting) <= self._cache.num_blocks // PART, "too many blocks wait for requests"
 
     def _drop_oldest(self, blocks: int, client: str) -> bool:
         """Drop a block and all after it; return whether there was one to drop."""
-        counts = Counter(self._waiting.values())
+        counts = Counter(self.waiting.values())
         counts[client] += blocks
         largest = max(counts, key=lambda name: (counts[name], name == client))
-        return any(self._cache.forget(node) for node, name in self._waiting.items() if name == largest)
+        return any(self._cache.forget(node) for node, name in self.waiting.items() if name == largest)
 
     def _forget_evicted(self) -> None:
-        self._waiting = {node: client for node, client in self._waiting.items() if self._cache.has(node)}
+        self.waiting = {node: client for node, client in self.waiting.items() if self._cache.has(node)}

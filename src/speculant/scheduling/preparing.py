@@ -132,8 +132,8 @@ class Preparations:
         request, size = preparation.request, self._cache.block_size
         start = self._start(request)
         wanted = min(self._blocks, self._most, preparation.left // size, (self._end(request) - start) // size)
-        self._known = self._cache.known_blocks(request.prompt, self._salt(request))
         count = self.prefixes.make_room(wanted, request.sender.client.name) * size if wanted > 0 else 0
+        self._known = self._cache.known_blocks(request.prompt, self._salt(request))
         if not count or not plan.take(PREPARED, count):
             self._cache.release(PREPARED)
             return None

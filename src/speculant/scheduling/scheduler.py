@@ -556,7 +556,7 @@ class Scheduler:
         else:
             limit = 0 if request.wants_prompt_logits else most
             self._target.match_prefix(request.seq_id, request.tokens, salt, limit)
-            if self._prepared:
+            if self._prepared is not None and self._prepared.waiting:
                 self._prepared.use(request.seq_id)
         if not request.num_output and not request.metrics.num_preemptions:
             request.metrics.cached_tokens = self._target.length(request.seq_id)

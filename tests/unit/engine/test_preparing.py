@@ -101,17 +101,17 @@ def test_parts_shrink_when_they_take_longer(monkeypatch: pytest.MonkeyPatch) -> 
     assert target.num_rows == [32, 4, 4, 4]
 
 
-def test_preparations_hold_a_part_of_the_cache_and_the_oldest_goes() -> None:
+def test_the_oldest_prepared_blocks_go() -> None:
     rig = rig_of(blocks=40)
     for number in range(1, 6):
         rig.engine.prepare(text(number, 16))
         run_all(rig)
     prefixes = rig.engine._preparations.prefixes
-    assert len(prefixes) <= 40 // PART
+    assert len(prefixes.waiting) <= 40 // PART
     assert [cached(rig, text(number, 16)) > 0 for number in range(1, 6)] == [False, False, False, True, True]
 
 
-def test_a_long_preparation_stops_where_its_part_of_the_cache_ends() -> None:
+def test_a_long_preparation_stops_at_its_part_of_the_cache() -> None:
     rig = rig_of(blocks=24)
     made = rig.engine.prepare(text(1, 60))
     run_all(rig)
@@ -128,7 +128,7 @@ def test_preparations_of_a_client_take_none_of_anothers() -> None:
     assert cached(rig, text(1, 16)) == 15
 
 
-def test_prompts_that_requests_used_are_evicted_for_a_part_of_the_cache_at_most() -> None:
+def test_wrong_preparations_evict_a_part_of_the_cache_at_most() -> None:
     """A full cache: wrong preparations, however many, evict no more than their part."""
     rig = rig_of(blocks=40)
     for number in range(1, 11):
@@ -140,7 +140,7 @@ def test_prompts_that_requests_used_are_evicted_for_a_part_of_the_cache_at_most(
     assert lost <= 40 // PART // 4 + 1
 
 
-def test_two_preparations_that_evict_each_other_come_to_an_end() -> None:
+def test_two_that_evict_each_other_come_to_an_end() -> None:
     rig = rig_of(blocks=24)
     both = rig.engine.prepare(text(1, 60), ONE), rig.engine.prepare(text(2, 60), TWO)
     for _ in range(60):
