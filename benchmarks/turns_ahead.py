@@ -1,11 +1,11 @@
 """Turns ahead: an agent's times to the first token, and what a neighbour waits while prompts are read ahead.
 
 An agent's trace has ten turns. In each the model must call a tool, and the next turn begins with its output: `--output`
-tokens of a file of Python's standard library. Between an answer and the next request are `--pause` seconds, the same in
-each way: "off" prepares nothing; "on" has turns ahead; "prefill" also sends the output to /v1/prefill at the beginning
-of the pause. The template writes calls in another way than the model, as many do, so without turns ahead a call is read
-again in the next turn. The ways take turns, each trace with a salt of its own. first_token_processor_s: the processor
-time of all threads until the first token.
+tokens of a file of Python's standard library. Between an answer and the next request are `--pause` seconds, and more if
+something is still prepared: "off" prepares nothing; "on" has turns ahead; "prefill" also sends the output to
+/v1/prefill at the beginning of the pause. The template writes calls in another way than the model, as many do, so
+without turns ahead a call is read again in the next turn. The ways take turns, each trace with a salt of its own.
+first_token_processor_s: the processor time of all threads until the first token.
 
 A neighbour's first token: a prompt of 64 tokens arrives at a random moment, while a long prompt is prepared or not. A
 neighbour's gaps: between the tokens of its answer, while long prompts wait to be prepared or not.
@@ -94,6 +94,7 @@ async def trace(apps: dict[str, FastAPI], way: str, number: int, size: int, paus
         if way == "prefill":
             await prefill(apps[way], {"messages": messages, **common})
         await asyncio.sleep(pause)
+        await idle(engine)
     return found
 
 
@@ -124,7 +125,7 @@ async def idle(engine: AsyncEngine) -> None:
     """Wait until nothing is prepared."""
     before = -1
     while before != (before := engine.metrics.prepared_tokens):
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.5)
 
 
 async def run(engine: AsyncEngine, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -194,7 +195,7 @@ BENCHMARK = Benchmark(
     "time. With /v1/prefill less than a block is missing, and it comes after 0.1 of the time. A newcomer waits for one "
     "part more, at most 50 ms or the time of one block; gaps stay as they are, within 3 %.",
     measure=measure, rounds=3,
-    options={"model": "smollm2", "output": 600, "pause": 6.0, "newcomers": 10},
+    options={"model": "smollm2", "output": 1000, "pause": 1.0, "newcomers": 10},
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -133,6 +133,14 @@ def test_completions_have_no_turns(serve: Any, folders: dict[str, str]) -> None:
     assert settled(server) == (0, 0)
 
 
+def test_nothing_is_prepared_without_a_prefix_cache(serve: Any, folders: dict[str, str]) -> None:
+    server: LiveServer = serve(lambda: engine_of(folders["calls"], enable_prefix_caching=False)).ready()
+    chat(server, SALUTATION)
+    assert settled(server) == (0, 0)
+    status, reply = prefill(server, messages=SALUTATION)
+    assert (status, "prefix caching is off" in reply["error"]["message"]) == (400, True)
+
+
 def test_a_call_is_followed_by_the_header_of_its_result(folders: dict[str, str]) -> None:
     """Whatever the result is, the prompt of the next turn begins with what is certain."""
     from speculant.serving import ChatBody, MessageReader, ServerOptions, ToolDelta

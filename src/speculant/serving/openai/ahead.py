@@ -41,7 +41,7 @@ class TurnsAhead:
     def begin(self, engine: AsyncEngine, prompts: Prompts, answer: Answer, sender: Sender) -> None:
         """Prepare the turn after a complete answer, unless there is nothing certain about it."""
         body = answer.prompts[0].conversation
-        if body is None or len(answer.readers) != 1 or not _is_turn(answer) or not continues(body):
+        if body is None or not (engine.config.enable_prefix_caching and _is_turn(answer) and continues(body)):
             return
         task = asyncio.create_task(_prepare(engine, prompts, body, answer.readers[0], sender))
         self._tasks.add(task)
@@ -55,7 +55,9 @@ def continues(body: ConversationBody) -> bool:
 
 
 def _is_turn(answer: Answer) -> bool:
-    """Whether an answer can be a part of a conversation: it did not fail, and its calls are complete."""
+    """Whether an answer can be a part of a conversation: it is the only one, whole, and its calls are complete."""
+    if len(answer.readers) != 1:
+        return False
     return answer.results[0].outputs[0].finish_reason in ("stop", "length") and not answer.readers[0].is_cut
 
 
