@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,15 +58,15 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Causal
     return made
 
 
-def engine_of(model: CausalLM, blocks: int = 60) -> Engine:
-    """Return an engine that drafts wrong tokens and right ones."""
+def engine_of(model: CausalLM, stored: torch.dtype | None = None) -> Engine:
+    """Return an engine that drafts wrong tokens and right ones. stored: the type of keys and values."""
     kernels = getattr(model, "kernels", None)
     assert kernels is not None
     sampler = NativeSampler(kernels)
     return Engine(
         EngineOptions(LIMITS, 0, frozenset(), sampler=sampler), model,
-        paged_cache(model.cache_shape, blocks, BLOCK), KeyedChances(sampler), known_verifiers(), Fixed(2),
-        Drafters.of(ScriptedDrafter(lambda request: [request.tokens[-1], 3])),
+        paged_cache(replace(model.cache_shape, stored=stored), 60, BLOCK), KeyedChances(sampler), known_verifiers(),
+        Fixed(2), Drafters.of(ScriptedDrafter(lambda request: [request.tokens[-1], 3])),
     )  # fmt: skip
 
 
@@ -116,6 +117,13 @@ def test_prepared_prompts_give_the_same_bits(model_of: Callable[[str], CausalLM]
             assert found[0].metrics.cached_tokens == min(whole, len(prompt) - 1)
             assert engine.metrics.prepared_tokens == whole
             assert 0 < engine.metrics.prepared_tokens_used <= engine.metrics.prepared_tokens
+
+
+def test_rounded_keys_are_the_same_too(model_of: Callable[[str], CausalLM]) -> None:
+    model = model_of("full")
+    expected, engine = answers(engine_of(model, torch.int8), [TEXT]), engine_of(model, torch.int8)
+    assert prepare(engine, TEXT[:30]) == 28
+    assert_same(answers(engine, [TEXT]), expected)
 
 
 @pytest.mark.parametrize("kind", ["full", "full and 5", *STATES])
