@@ -360,10 +360,11 @@ class EngineMetrics:
     accepted_per_position[d] is how many at depth d, the root's children being at 0.
     drafter_errors counts calls of a drafter that raised, and drafts that broke its contract; none of them fails a
     request. Of the prompt tokens of ended requests, prefix_hit_tokens were found in the cache. The tokens of a source
-    are prompt tokens too. disk_hit_tokens were read from the prompt cache on disk. Blocks belong to the target's cache
-    and have block_size positions. computed_tokens: prompt tokens computed and tokens generated; step_tokens[k] counts
-    the steps with at most STEP_TOKENS[k] and more than STEP_TOKENS[k - 1] of these tokens, and its last entry the steps
-    with more than any bound.
+    are prompt tokens too. disk_hit_tokens were read from the prompt cache on disk. prepared_tokens were computed ahead
+    of requests, and prepared_tokens_used of these were then found by one. Blocks belong to the target's cache and have
+    block_size positions. computed_tokens: prompt tokens computed and tokens generated; step_tokens[k] counts the steps
+    with at most STEP_TOKENS[k] and more than STEP_TOKENS[k - 1] of these tokens, and its last entry the steps with more
+    than any bound.
     """
 
     steps: int = 0
@@ -388,6 +389,8 @@ class EngineMetrics:
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0
     disk_hit_tokens: int = 0
+    prepared_tokens: int = 0
+    prepared_tokens_used: int = 0
     waiting: int = 0
     running: int = 0
     blocks_used: int = 0
@@ -523,6 +526,8 @@ _FIGURES: tuple[tuple[str, str, Kind, str, str], ...] = (
     ("spec_decode_num_drafts", "drafts", Counter, "engine", "Drafts verified."),
     ("spec_decode_num_draft_tokens", "draft_tokens", Counter, "engine", "Draft tokens verified."),
     ("spec_decode_num_accepted_tokens", "accepted_tokens", Counter, "engine", "Draft tokens accepted."),
+    ("prepared_tokens", "prepared_tokens", Counter, "", "Prompt tokens computed ahead of a request."),
+    ("prepared_tokens_used", "prepared_tokens_used", Counter, "", "Those of them that a request then began with."),
     ("num_requests_running", "running", Gauge, "engine", "Sequences that run."),
     ("num_requests_waiting", "waiting", Gauge, "engine", "Sequences that wait for their first step, or for memory."),
     ("kv_cache_usage_perc", "blocks_share", Gauge, "engine", "Share of the cache in use, 1 = all."),

@@ -255,6 +255,22 @@ def test_reading_stops_nobody(write: Callable[..., str], tmp_path: Path, monkeyp
     assert not llm.engine._scheduler._read
 
 
+def test_preparations_read_from_the_disk(write: Callable[..., str], tmp_path: Path) -> None:
+    target, folder = write("llama"), tmp_path / "prompts"
+    first = engine(target, folder, **ENGINES["float64"])
+    cold = texts(first)
+    stored(first)
+    llm = engine(target, folder, **ENGINES["float64"])
+    made = llm.engine.prepare([*PROMPTS[1], 70])
+    while llm.engine.prepares:
+        assert llm.engine.step() == []
+        llm.engine.check()
+    assert made.done.result() == len(PROMPTS[1]) // BLOCK * BLOCK
+    assert stored(llm).files.read_tokens == made.done.result()
+    assert llm.engine.metrics.prepared_tokens == 0, "it was computed"
+    assert texts(llm) == cold
+
+
 def test_other_models_share_nothing(write: Callable[..., str], tmp_path: Path) -> None:
     """Neither do other roundings, types of keys, block sizes or salts."""
     llama, other, weights = write("llama"), write("llama", "", 0.02), ENGINES["float64"]

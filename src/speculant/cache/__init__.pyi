@@ -33,6 +33,7 @@ from .paged import (
     first_seen as first_seen,
     part_of as part_of,
 )
+from .prepared import PART as PART, PreparedPrefixes as PreparedPrefixes
 from .storage import (
     NO_RECORDS as NO_RECORDS,
     RECORDS_OF_SEQUENCE as RECORDS_OF_SEQUENCE,

@@ -183,6 +183,10 @@ class PrefixIndex:
         """Return the group's block of a node, if it has one."""
         return node.blocks.get(self)
 
+    def holds(self, node: PrefixNode) -> bool:
+        """Whether the index has a block of a node, which may have been removed."""
+        return self.nodes.get(node.blocks.get(self, -1)) is node
+
     def insert(self, node: PrefixNode, block: int) -> int:
         """Return the group's block of a node, which is `block` if it had none."""
         known = node.blocks.setdefault(self, block)
@@ -313,9 +317,10 @@ class BlockPool:
 
     def _evict(self) -> None:
         """Remove the least recently used block and its descendants from the index."""
-        self._drop(next(iter(self._kept)))
+        self.drop(next(iter(self._kept)))
 
-    def _drop(self, block: int) -> None:
+    def drop(self, block: int) -> None:
+        """Remove a kept block and its descendants from the index."""
         for gone in self.index.remove(block):
             self._forget(gone)
 
@@ -504,7 +509,7 @@ class RecordPool(BlockPool):
             for node in held.prefix[held.border - 1 : held.border]:
                 last = self.index.block(node)
                 if last is not None and self.is_kept(last):
-                    self._drop(last)
+                    self.drop(last)
             held.border = index + 1
         return held.saved[-1].number
 
@@ -817,12 +822,55 @@ class KVCache:
         if held.saved and self.records is not None:
             self.records.index_saved(held)
 
+    @property
+    def _all_pools(self) -> Sequence[BlockPool]:
+        return (*self.pools, *([self.records] if self.records else []))
+
     def forget_prefixes(self) -> bool:
         """Empty the prefix index, except for positions that sequences hold; return whether it is empty."""
-        pools = [*self.pools, *([self.records] if self.records else [])]
-        for pool in pools:
+        for pool in self._all_pools:
             pool.drop_kept()
-        return not any(pool.index.nodes for pool in pools)
+        return not any(pool.index.nodes for pool in self._all_pools)
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether sequences may begin with the positions of others."""
+        return self._keep_prefixes
+
+    def prefix(self, seq_id: int) -> Sequence[PrefixNode]:
+        """Return the nodes of the prefix index that a sequence lists: those of its first full blocks."""
+        return self._held.get(seq_id, self._nothing).prefix
+
+    def known_blocks(self, tokens: Sequence[int], cache_salt: str = "") -> int:
+        """Return how many full blocks of `tokens`, from the first one on, have a node in the prefix index."""
+        return len(self.tree.match(tokens, cache_salt))
+
+    def has(self, node: PrefixNode) -> bool:
+        """Whether a node is still in the prefix index, with blocks."""
+        return any(pool.index.holds(node) for pool in self._all_pools)
+
+    def forget(self, node: PrefixNode) -> bool:
+        """Drop the blocks of a node, and in groups without a window all after it, unless a sequence holds one of them.
+
+        Returns whether they were dropped.
+        """
+        own = [(pool, node.blocks[pool.index]) for pool in self._all_pools if pool.index.holds(node)]
+        if not own or not all(pool.is_kept(block) for pool, block in own):
+            return False
+        for pool, block in own:
+            if pool.index.holds(node):  # else it left with the block of another group
+                pool.drop(block)
+        return True
+
+    def forget_state(self, node: PrefixNode) -> None:
+        """Drop the record of the state at the end of a node's block, unless a sequence holds it."""
+        number = None if self.records is None else self.records.index.block(node)
+        if self.records is not None and number is not None and self.records.is_kept(number):
+            self.records.drop(number)
+
+    def part_at(self, seq_id: int, end: int) -> None:
+        """Let the pass that ends at a position keep the state there: others will begin with it."""
+        self._held[seq_id].parting = end
 
     def release(self, seq_id: int) -> None:
         """Free a sequence; an unknown one is ignored."""

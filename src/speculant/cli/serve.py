@@ -94,6 +94,7 @@ class ServerFlags(FlagGroup):
     trusted_proxies: Annotated[list[str], "Proxy (address or network) whose X-Forwarded-For counts; can be repeated."]
     client_weights: Annotated[str, 'File with the weights of API keys: {"KEY": 2.0, ...} [default: all have 1].']
     client_header: Annotated[str, "Header in which a trusted proxy names its users, such as X-OpenWebUI-User-Id."]
+    turns_ahead: Annotated[bool, "Read the certain beginning of a chat's next prompt while nothing runs."]
     priority_range: Annotated[str, "LOW:HIGH, the priorities that requests may have [default: they have no effect]."]
 
     aliases: ClassVar[Mapping[str, str]] = {  # vLLM's names

@@ -27,9 +27,10 @@ from speculant.engine.build import Runtime
 from speculant.engine.engine import Engine
 from speculant.engine.frontend import Frontend, takes
 from speculant.engine.generation import Generation, Prompt, StreamPiece
-from speculant.errors import EngineClosedError, EngineDeadError, SpeculantError
+from speculant.errors import EngineClosedError, EngineDeadError, RequestError, SpeculantError
 from speculant.metrics import EngineMetrics
 from speculant.params import SamplingParams
+from speculant.scheduling import Preparation
 from speculant.types import ANYONE, Client, RequestOutput, Sender, StepOutput
 
 _LONGEST_EXIT = 10.0  # seconds that a step under way may delay the interpreter's exit
@@ -116,6 +117,21 @@ class AsyncEngine(Frontend[AsyncGenerator[StreamPiece, None]]):
     async def chat(self, *arguments: Any, **named: Any) -> RequestOutput:
         """Answer one conversation; arguments and errors are those of `stream_chat`."""
         return await _output(self.stream_chat(*arguments, **named))
+
+    async def prefill(self, prompt: Prompt, *, cache_salt: str = "", client: Client = ANYONE) -> Preparation:
+        """Queue a prompt that is read while no request waits or runs; return once it is queued.
+
+        Later prompts that begin alike, with the same salt, find these tokens in the prefix cache. It delays another
+        request by one short step at most. Of many preparations of a client the oldest ends early, and so do all when
+        the engine is shut down. `Preparation.done` is set in the end.
+
+        Text is tokenised in the caller's loop. Raises RequestError for a prompt that can't be prepared, and the errors
+        of `check_health`.
+        """
+        given, own = self._read_prompt(prompt)
+        if own and cache_salt not in ("", own):
+            raise RequestError("the prompt and the call have different cache salts", "give one of them.")
+        return await asyncio.wrap_future(self._thread.prepare(given.tokens, Sender(client, 0, own or cache_salt)))
 
     async def shutdown(self, drain: bool) -> None:
         """Refuse new requests, finish the accepted ones (drain) or abort them, and end the thread.
@@ -239,6 +255,15 @@ class EngineThread:
         """End a generation before the next step; its stream gets the last piece of each sample that still runs."""
         self._inbox.put(partial(self._finish, request_id=request_id))
 
+    def prepare(self, tokens: Sequence[int], sender: Sender) -> Future[Preparation]:
+        """Queue a prompt to be read ahead; see `Engine.prepare`. Raises the errors of `check`."""
+        made = Future[Preparation]()
+        made.set_running_or_notify_cancel()
+        with self._lock:
+            self.check()
+            self._inbox.put(partial(self._prepare, tokens=tokens, sender=sender, made=made))
+        return made
+
     def has_begun(self, request_id: str) -> bool:
         """Whether a generation that has not ended has taken part in a pass."""
         stream = self._open.get(request_id)
@@ -270,8 +295,8 @@ class EngineThread:
             self._end(engine)
 
     def _process_inbox(self, engine: Engine) -> None:
-        """Run the calls in the inbox; if nothing runs, wait for the first one."""
-        for _ in range(max(self._inbox.qsize(), not engine.has_unfinished())):
+        """Run the calls in the inbox; if nothing runs and nothing is prepared, wait for the first one."""
+        for _ in range(max(self._inbox.qsize(), not (engine.has_unfinished() or engine.prepares))):
             self._inbox.get()(engine)
         self.metrics = replace(engine.metrics)
 
@@ -310,6 +335,14 @@ class EngineThread:
         except Exception as error:  # noqa: BLE001 - its error must not affect the others
             stream.send([_End(error)])
 
+    def _prepare(self, engine: Engine, tokens: Sequence[int], sender: Sender, made: Future[Preparation]) -> None:
+        try:
+            if self._cause is not None:
+                raise self._death()
+            made.set_result(engine.prepare(tokens, sender))
+        except Exception as error:  # noqa: BLE001 - its error must not affect the others
+            made.set_exception(error)
+
     def _abort(self, engine: Engine, stream: PieceStream) -> None:
         """End a generation; an earlier or later one with the same id is not affected."""
         request_id = stream.generation.request_id
@@ -330,8 +363,9 @@ class EngineThread:
             error = EngineClosedError("the engine was shut down before this request ended", "send it to another one.")
             stream.send([_End(error)])
 
-    def _leave(self, _engine: Engine) -> None:
+    def _leave(self, engine: Engine) -> None:
         self._leaving = True
+        engine.drop_preparations()
 
     def _end(self, engine: Engine) -> None:
         """End all streams with an error; from now on `add` refuses. A stream that has ended ignores it."""
@@ -343,6 +377,7 @@ class EngineThread:
         self._readers.clear()
         while not self._inbox.empty():
             self._inbox.get()(engine)
+        engine.drop_preparations()
         atexit.unregister(self._exit)
         engine.close()
         self.ended.set_result(None)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from speculant.cache import KVCache, ReservationPlan, Source
+from speculant.cache import KVCache, PreparedPrefixes, ReservationPlan, Source
 from speculant.config import Limits
 from speculant.errors import CapacityError
 from speculant.scheduling.order import (
@@ -343,7 +343,7 @@ class Scheduler:
 
     Drafters have caches of their own and draft for the requests that fit there. Drafters with state per sequence limit
     how many positions a request may take over from the prefix index: `most_matched` returns that number. salt: see
-    `ModelNeeds.salt`. A running request whose salt has changed is computed again.
+    `ModelNeeds.salt`. A running request whose salt has changed is computed again. prepared: is told what requests use.
     """
 
     def __init__(
@@ -352,7 +352,9 @@ class Scheduler:
         target: KVCache,
         most_matched: Callable[[Request], int],
         salt: Callable[[Request], str] = attrgetter("sender.cache_salt"),
+        prepared: PreparedPrefixes | None = None,
     ) -> None:
+        self._prepared = prepared
         self._limits, self._target, self._most_matched, self._salt = limits, target, most_matched, salt
         self._salts: dict[int, str] = {}  # of the keys and values that running requests have in the cache
         self._step = 0
@@ -574,6 +576,8 @@ class Scheduler:
         else:
             limit = 0 if request.wants_prompt_logits else most
             self._target.match_prefix(request.seq_id, request.tokens, salt, limit)
+            if self._prepared is not None and self._prepared.waiting:
+                self._prepared.use(request.seq_id)
         if not request.num_output and not request.metrics.num_preemptions:
             request.metrics.cached_tokens = self._target.length(request.seq_id)
 

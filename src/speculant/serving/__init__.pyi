@@ -45,6 +45,7 @@ from .http.limits import (
 from .http.server import LAST_EVENTS as LAST_EVENTS, Acceptor as Acceptor, Server as Server, tls_context as tls_context
 from .infill import IndentedLines as IndentedLines
 from .metrics import RequestMeter as RequestMeter, ServerMetrics as ServerMetrics, token_buckets as token_buckets
+from .openai.ahead import answers as answers, certain as certain
 from .openai.answers import (
     LOWEST as LOWEST,
     TokenTexts as TokenTexts,
@@ -83,6 +84,7 @@ from .openai.responses import (
 )
 from .openai.settings import (
     Prompt as Prompt,
+    Prompts as Prompts,
     chat_params as chat_params,
     completion_params as completion_params,
     finish_reason_of_calls as finish_reason_of_calls,

@@ -160,6 +160,7 @@ def _add_routes(app: FastAPI, routes: Routes, responses: ResponseRoutes, message
     app.add_api_route("/v1/responses/{response_id}/input_items", responses.input_items, methods=["GET"])
     app.add_api_route("/v1/messages", messages.create, methods=["POST"])
     app.add_api_route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"])
+    app.add_api_route("/v1/prefill", routes.prefill, methods=["POST"], status_code=202)
     app.add_api_route("/v1/models", routes.models, methods=["GET"])
     app.add_api_route("/v1/models/{model:path}", routes.model, methods=["GET"])
     app.add_api_route("/tokenize", routes.tokenize, methods=["POST"])

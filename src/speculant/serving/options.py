@@ -55,6 +55,7 @@ class ServerOptions:
     client_weights: a file with the weights of API keys, see `read_weights`; None = all have the weight 1.
     client_header: the header in which trusted proxies name their users, who then count as clients; None = no header.
     priority_range: the lowest and the highest `priority` of a request; None = priorities have no effect.
+    turns_ahead: after the answer to a chat, read what the next prompt is certain to begin with, while nothing runs.
     """
 
     host: str = "127.0.0.1"
@@ -101,6 +102,7 @@ class ServerOptions:
     client_weights: str | None = None
     client_header: str | None = None
     priority_range: tuple[int, int] | None = None
+    turns_ahead: bool = True
 
     def __post_init__(self) -> None:
         for name, (holds, problem, fix) in _RULES.items():

@@ -456,6 +456,7 @@ class MessageAnswer(Answer):
     @override
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
         self._reader = self._make_reader(prompts[0])
+        self.readers = [self._reader]
         usage = {**_NO_USAGE, "input_tokens": prompts[0].num_tokens}
         message = {**self._named, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return [{"type": "message_start", "message": message}, {"type": "ping"}]

@@ -750,6 +750,7 @@ class ResponseAnswer(Answer):
     @override
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
         self._reader = self._make_reader(prompts[0])
+        self.readers = [self._reader]
         return [
             self._event(f"response.{kind}", response=self._response("in_progress", []))
             for kind in ("created", "in_progress")

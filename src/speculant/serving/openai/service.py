@@ -25,6 +25,7 @@ from speculant.errors import SpeculantError
 from speculant.params import SamplingParams
 from speculant.serving.http.clients import client_of, read_weights, salt_of
 from speculant.serving.metrics import RequestMeter, ServerMetrics
+from speculant.serving.openai.ahead import TurnsAhead
 from speculant.serving.openai.answers import Answer, Call, ChatAnswer, Chunk, CompletionAnswer, TokenTexts
 from speculant.serving.openai.messages import MessageReader
 from speculant.serving.openai.protocol import (
@@ -33,6 +34,7 @@ from speculant.serving.openai.protocol import (
     CompletionBody,
     DetokenizeBody,
     GeneratingBody,
+    PrefillBody,
     TokenizeBody,
     check_kind,
     read_body,
@@ -74,7 +76,7 @@ from speculant.serving.wire import (
     while_connected,
 )
 from speculant.text import find_fim
-from speculant.types import Client
+from speculant.types import Client, Sender
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +118,7 @@ class Service:
         """names: the model's names, its own first. aliases: further names that requests may use."""
         self.state, self.options, self.names = state, options, tuple(names)
         self._aliases = frozenset(aliases)
+        self._ahead = TurnsAhead()
         self._weights = read_weights(options.client_weights, options.api_keys)
         self.metrics = ServerMetrics(options.metrics_prefix, self.names[0], self._totals, self._cache, self._longest)
 
@@ -236,6 +239,9 @@ class Service:
             if job.before_end is not None:
                 await job.before_end()
             yield last
+        if self.options.turns_ahead:
+            sender = Sender(self.client(request), cache_salt=salt_of(request.scope, job.body.cache_salt))
+            self._ahead.begin(engine, self.prompts(request), answer, sender)
 
     async def _streams(self, engine: AsyncEngine, request: Request, job: Job) -> dict[str, Pieces]:
         """Return the pieces of each prompt, by the id of its request to the engine. Nothing has begun yet."""
@@ -437,6 +443,33 @@ class Routes:
             return [await service.prompts(request).of_chat(engine, chat.body)]
 
         return await service.answer(engine, request, Job(chat.body, prompts, answer))
+
+    async def prefill(self, request: Request) -> Response:
+        """Have the prompt of a chat or a completion read while nothing else runs, so that a later request finds it."""
+        service, engine = self._service, self._service.state.engine
+        body = with_allowed_tools(await service.read(PrefillBody, request))
+        model = service.model(body)
+        if (body.prompt is None) == (body.messages is None):
+            raise refusal("Send either prompt or messages.", "prompt")
+        prompts = service.prompts(request)
+        if body.prompt is None:
+            engine.check_chats()
+            made = [await while_connected(request.receive, prompts.of_chat(engine, body))]
+        else:
+            given = {
+                name: getattr(body, name) for name in PrefillBody.model_fields.keys() & CompletionBody.model_fields
+            }
+            completion = CompletionBody.model_construct(**given)
+            count_prompts(completion, service.options)
+            made = await while_connected(request.receive, prompts.of_completion(engine, completion))
+        salt, client = salt_of(request.scope, body.cache_salt), service.client(request)
+        begun = [await engine.prefill(prompt.given, cache_salt=salt, client=client) for prompt in made]
+        known = [each.cached for each in begun]
+        if body.wait:
+            ended = asyncio.gather(*(asyncio.wrap_future(each.done) for each in begun))
+            known = await while_connected(request.receive, ended)
+        sizes = {"prompt_tokens": sum(each.num_tokens for each in begun), "cached_tokens": sum(known)}
+        return json_response({"object": "prefill", "model": model, **sizes}, 200 if body.wait else 202)
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a prompt or of messages."""
