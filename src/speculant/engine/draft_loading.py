@@ -41,6 +41,7 @@ class DraftLoader:
     least_gain: float | None = None
     notes: list[str] = field(default_factory=list)
     mapped: list[tuple[CausalLM, MappedVocabulary]] = field(default_factory=list)
+    loaded: list[CausalLM] = field(default_factory=list)
 
     def load(self, source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
         """Load a draft model; see `LoadDraft`."""
@@ -54,6 +55,7 @@ class DraftLoader:
             self._check_gain(folder, model, self.least_gain)
         if isinstance(vocabulary, MappedVocabulary):
             self.mapped.append((model, vocabulary))
+        self.loaded.append(model)
         return model
 
     def _check_gain(self, folder: Path, model: CausalLM, least: float) -> None:
