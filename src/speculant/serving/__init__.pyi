@@ -44,7 +44,13 @@ from .http.limits import (
 )
 from .http.server import LAST_EVENTS as LAST_EVENTS, Acceptor as Acceptor, Server as Server, tls_context as tls_context
 from .infill import IndentedLines as IndentedLines
-from .metrics import RequestMeter as RequestMeter, ServerMetrics as ServerMetrics, token_buckets as token_buckets
+from .metrics import (
+    RequestMeter as RequestMeter,
+    ServerMetrics as ServerMetrics,
+    joined as joined,
+    token_buckets as token_buckets,
+)
+from .models import Admission as Admission, ModelSource as ModelSource
 from .openai.answers import (
     LOWEST as LOWEST,
     TokenTexts as TokenTexts,
@@ -120,7 +126,7 @@ from .records import (
     phases as phases,
     traces_url as traces_url,
 )
-from .state import LARGE as LARGE, Admission as Admission, ServerState as ServerState, TextLanes as TextLanes
+from .state import LARGE as LARGE, ServerState as ServerState, TextLanes as TextLanes
 from .tools import find_format as find_format
 from .tools.base import (
     CallShape as CallShape,
