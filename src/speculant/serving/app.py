@@ -22,7 +22,7 @@ from starlette.routing import Match, Route
 
 from speculant import __version__
 from speculant.engine import AsyncEngine
-from speculant.errors import SpeculantError
+from speculant.errors import ConfigError, SpeculantError
 from speculant.serving.anthropic.messages import MESSAGE_BODIES, MessageRoutes
 from speculant.serving.http.limits import ApiKeys, Heads, RequestLimits, Sites
 from speculant.serving.infill import InfillRoute
@@ -101,9 +101,11 @@ _ANTHROPIC_ERROR = {
 def make_app(engine: Source | Sequence[ModelSource], options: ServerOptions, names: Sequence[str] = ()) -> FastAPI:
     """Return an application that serves an engine. A function as `engine` loads it while the server already listens.
 
-    Several models as `engine` are loaded when they are asked for. names: names of the only model; none = the one given
-    to the engine. If the options have names, /v1/models shows only these. The application's `state.server` is its
-    `ServerState`, which shuts the engines down at the end.
+    Several models as `engine` are loaded when they are first asked for.
+
+    names: names of the only model; none = the one given to the engine. If the options have names, /v1/models shows only
+    these. The application's `state.server` is its `ServerState`, which shuts the engines down at the end. Raises
+    ConfigError for options that have no effect.
     """
     if isinstance(engine, Sequence):
         models, several = _several_models(engine, options)
@@ -134,6 +136,10 @@ def make_app(engine: Source | Sequence[ModelSource], options: ServerOptions, nam
 
 
 def _only_model(engine: Source, options: ServerOptions, names: Sequence[str]) -> ServedModel:
+    if options.memory is not None:
+        raise ConfigError(
+            "memory is for several models, and one is served", "leave it out; kv_memory bounds its cache."
+        )
     given = [engine.config.model] if isinstance(engine, AsyncEngine) else []
     known = tuple(dict.fromkeys((*names, *given)))
     return ServedModel(engine, options.served_model_names or known[:1] or ("model",), known, options.metrics_prefix)
