@@ -50,7 +50,12 @@ from .metrics import (
     joined as joined,
     token_buckets as token_buckets,
 )
-from .models import Admission as Admission, ModelSource as ModelSource
+from .models import (
+    Admission as Admission,
+    LoadedModels as LoadedModels,
+    ModelSource as ModelSource,
+    ServedModel as ServedModel,
+)
 from .openai.answers import (
     LOWEST as LOWEST,
     TokenTexts as TokenTexts,

@@ -240,7 +240,7 @@ class LoadedModels:
             return
         assert model.source is not None, "one of several models has a source"
         engine, fits = await asyncio.to_thread(model.source), False
-        needed = model.bytes = engine.memory_bytes
+        model.bytes = needed = engine.memory_bytes
         try:
             fits = await self._make_room(model, needed)
         finally:
