@@ -46,6 +46,11 @@ class ServerState:
             logger.error("the model can't be loaded: %s", error, exc_info=not isinstance(error, SpeculantError))
 
     @property
+    def has_several(self) -> bool:
+        """Whether models are loaded when they are asked for."""
+        return self._several is not None
+
+    @property
     def engine(self) -> AsyncEngine:
         """The first model's engine, if it accepts requests; raises ApiError (503) otherwise."""
         self.check()

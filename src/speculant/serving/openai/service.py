@@ -163,7 +163,7 @@ class Service:
         """
         self.state.check()
         model, started = self.find(name), time.monotonic()
-        if len(self.state.models) == 1:
+        if not self.state.has_several:
             return model
         limits = [each for each in (self.options.queue_timeout, self.options.first_token_timeout) if each is not None]
         try:
