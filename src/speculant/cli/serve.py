@@ -307,7 +307,7 @@ def _ready(name: str, speculating: bool, speculation: str, context: str, place: 
 
 
 _NAME = re.compile(r"[\w./:@+-]+")
-_OF_ONE_MODEL = ("model", "draft_model", "revision", "tokenizer", "tokenizer_revision", "chat_template")
+_OF_ONE_MODEL = ("model", "revision", "tokenizer", "tokenizer_revision", "chat_template")
 
 
 def named_models(given: Sequence[str]) -> list[tuple[str | None, str]]:

@@ -163,7 +163,8 @@ class ServedModel:
         }
 
     def _longest(self) -> int:
-        return self.engine.limits.max_model_len
+        assert self.loaded is not None, "there is no engine yet"
+        return self.loaded.limits.max_model_len
 
 
 class LoadedModels:

@@ -112,7 +112,7 @@ def alternate(server: LiveServer, texts: dict[tuple[str, str], str]) -> None:
         assert text == texts[name, prompt], (name, prompt)
 
     with ThreadPoolExecutor(8) as clients:
-        list(clients.map(ask, range(48)))
+        list(clients.map(ask, range(24)))
 
 
 def test_two_models_alternate_in_the_room_of_one(
@@ -143,7 +143,7 @@ def test_models_that_fit_stay(
     assert sorted(loaded.loads) == ["a", "b"]
 
 
-def test_a_model_is_loaded_once_by_the_first_requests_that_name_it(
+def test_the_first_requests_for_a_model_share_its_load(
     serve: Any, folders: dict[str, str], texts: dict[tuple[str, str], str]
 ) -> None:
     go, loaded = threading.Event(), Loaded(folders)
@@ -326,7 +326,7 @@ WRONG = [
     (["demo", "demo"], "two models are called 'demo'"),
     (["a=demo", "a=./nowhere"], "two models are called 'a'"),
     (["demo", "demo=./nowhere"], "two models are called 'demo'"),
-    (["demo", "b=demo", "--draft-model", "demo"], "--draft-model is about one model"),
+    (["demo", "b=demo", "--draft-model", "demo"], "a draft is for one model"),
     (["demo", "b=demo", "--speculative-config", "model=demo"], "a draft is for one model"),
     (["demo", "b=demo", "--chat-template", "x"], "--chat-template is about one model"),
     (["demo", "b=demo", "--served-model-name", "x"], "--served-model-name is about one model"),

@@ -70,7 +70,7 @@ def test_a_newcomer_starts_at_the_level_of_the_others() -> None:
     assert during >= 5, "the newcomer made up for the time before it came"
 
 
-def test_an_engine_that_fails_in_its_turn_or_ends_between_two_gives_it_up() -> None:
+def test_an_engine_that_fails_or_ends_gives_its_turn_up() -> None:
     shared, engines = FairSteps(), [threading.Event() for _ in range(3)]
     numbers = count()
     with pytest.raises(ZeroDivisionError), shared.turn(engines[0], lambda: True):

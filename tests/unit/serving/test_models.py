@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -79,9 +79,15 @@ def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
     return run
 
 
-async def settle(task: Awaitable[object]) -> None:
-    """Let everything happen that does not wait for a test."""
-    await asyncio.wait({asyncio.ensure_future(task)}, timeout=0.2)
+@pytest.fixture(autouse=True)
+def _engines_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speculant.serving.models.return_memory", lambda: None)  # it takes a second of a test process
+
+
+async def until_leaving(house: House, name: str) -> None:
+    """Wait until a model takes no more requests."""
+    while house.room._leaving is not house.models[name]:
+        await asyncio.sleep(0.001)
 
 
 @in_loop
@@ -108,7 +114,7 @@ async def test_a_held_model_is_not_put_away() -> None:
     house = House(15)
     async with house.held("a"):
         waiting = asyncio.create_task(house.serve("b"))
-        await settle(waiting)
+        await until_leaving(house, "a")
         assert (house.loaded, waiting.done()) == ("a", False)
     await waiting
     assert house.loaded == "b"
@@ -135,9 +141,9 @@ async def test_two_busy_models_take_turns() -> None:
 
     await house.hold("a")
     tasks = [asyncio.create_task(serve("b")) for _ in range(2)]
-    await settle(asyncio.sleep(0))
+    await until_leaving(house, "a")
     tasks += [asyncio.create_task(serve(name)) for name in "aabb"]
-    await settle(asyncio.gather(*tasks))
+    await asyncio.sleep(0.01)
     assert served == [], "a request of a model that is to leave went first"
     house.release("a")
     await asyncio.gather(*tasks)
@@ -150,18 +156,17 @@ async def test_a_model_stays_if_nobody_waits_for_the_other_any_more() -> None:
     house = House(15)
     async with house.held("a"):
         waiting = asyncio.create_task(house.serve("b"))
-        await settle(waiting)
+        await until_leaving(house, "a")
         other = asyncio.create_task(house.serve("a"))
-        await settle(other)
+        await asyncio.sleep(0.01)
         assert not other.done(), "it should leave"
         waiting.cancel()
         await other  # although the first one still holds it
-    await settle(asyncio.sleep(0))
-    assert (house.loads, house.loaded, house.models["b"].state) == (["a"], "a", "unloaded")
+        assert (house.loads, house.loaded, house.models["b"].state) == (["a"], "a", "unloaded")
 
 
 @in_loop
-async def test_an_error_is_told_to_those_who_asked_and_the_next_request_tries_again() -> None:
+async def test_an_error_is_told_and_the_next_request_tries_again() -> None:
     house = House(15)
     house.errors.append(ModelError("there is no config.json", "name another folder."))
     results = await asyncio.gather(*(house.serve("a") for _ in range(3)), return_exceptions=True)
@@ -176,7 +181,7 @@ async def test_an_error_is_told_to_those_who_asked_and_the_next_request_tries_ag
 
 
 @in_loop
-async def test_a_model_that_does_not_fit_alone_is_refused_and_nothing_is_put_away_for_it() -> None:
+async def test_nothing_is_put_away_for_a_model_that_does_not_fit() -> None:
     house = House(10)
     await house.serve("a")
     house.models["b"].expected_bytes = lambda: 11
@@ -186,7 +191,7 @@ async def test_a_model_that_does_not_fit_alone_is_refused_and_nothing_is_put_awa
 
 
 @in_loop
-async def test_a_model_that_turns_out_to_be_too_large_is_not_kept_nor_loaded_again() -> None:
+async def test_a_model_that_turns_out_too_large_is_loaded_once() -> None:
     house = House(9, expected=1)
     for _ in range(2):
         with pytest.raises(ApiError, match="could not be loaded"):
@@ -195,7 +200,7 @@ async def test_a_model_that_turns_out_to_be_too_large_is_not_kept_nor_loaded_aga
 
 
 @in_loop
-async def test_room_is_made_for_the_size_that_a_model_turns_out_to_have() -> None:
+async def test_room_is_made_for_the_size_that_a_model_has() -> None:
     house = House(15, expected=1)
     await house.serve("a")
     await house.serve("b")
@@ -217,7 +222,7 @@ async def test_waiting_requests_are_refused_when_the_server_ends() -> None:
     house = House(15)
     async with house.held("a"):
         waiting = asyncio.create_task(house.serve("b"))
-        await settle(waiting)
+        await until_leaving(house, "a")
         house.room.refuse_all(ApiError(503, "over"))
         with pytest.raises(ApiError, match="over"):
             await waiting
@@ -225,7 +230,7 @@ async def test_waiting_requests_are_refused_when_the_server_ends() -> None:
 
 
 @in_loop
-async def test_a_request_that_ends_when_its_model_is_loaded_does_not_hold_it() -> None:
+async def test_a_request_that_ends_with_the_load_holds_nothing() -> None:
     house = House(15)
     model = house.models["a"]
     waiting = asyncio.create_task(house.room.hold(model))
