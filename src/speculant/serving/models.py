@@ -241,7 +241,8 @@ class LoadedModels:
             return
         assert model.source is not None, "one of several models has a source"
         engine, fits = await asyncio.to_thread(model.source), False
-        model.bytes = needed = engine.memory_bytes
+        needed = engine.memory_bytes
+        model.bytes = needed
         try:
             fits = await self._make_room(model, needed)
         finally:
