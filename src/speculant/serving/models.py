@@ -233,6 +233,8 @@ class LoadedModels:
             finally:
                 model.loading = None
             self._admit(model)
+            if model.waiting:  # they came while an engine that nobody waited for was ended
+                model.loading = asyncio.create_task(self._load(model))
 
     async def _load_alone(self, model: ServedModel) -> None:
         if model.loaded is not None:  # its engine has died

@@ -29,6 +29,7 @@ class FakeEngine:
 
     async def shutdown(self, drain: bool) -> None:
         self.is_alive = False
+        await asyncio.sleep(0.01)
 
 
 class House:
@@ -86,8 +87,9 @@ def _engines_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def until_leaving(house: House, name: str) -> None:
     """Wait until a model takes no more requests."""
-    while house.room._leaving is not house.models[name]:
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(10):
+        while house.room._leaving is not house.models[name]:
+            await asyncio.sleep(0.001)
 
 
 @in_loop
@@ -239,3 +241,20 @@ async def test_a_request_that_ends_with_the_load_holds_nothing() -> None:
     waiting.cancel()  # in the moment between the load's end and the request's
     await asyncio.wait({waiting})
     assert (waiting.cancelled(), model.users) == (True, 0)
+
+
+@in_loop
+async def test_a_request_that_comes_while_its_engine_is_ended_is_served() -> None:
+    """The engine was too large to stay beside a busy one, and nobody waited for it any more."""
+    house = House(15, expected=1)
+    async with house.held("a"):
+        waiting = asyncio.create_task(house.serve("b"))
+        await until_leaving(house, "a")
+        waiting.cancel()
+        while house.room._leaving is not None:
+            await asyncio.sleep(0)
+        assert house.models["b"].loading is not None, "its engine is not being ended"
+        late = asyncio.create_task(house.serve("b"))
+        await until_leaving(house, "a")
+    await late
+    assert (house.loads, house.loaded) == (["a", "b", "b"], "b")
