@@ -239,14 +239,16 @@ class LoadedModels:
     async def _load_alone(self, model: ServedModel) -> None:
         if model.loaded is not None:  # its engine has died
             await self._put_away(model)
-        if not await self._make_room(model, model.bytes or await asyncio.to_thread(model.expected_bytes)):
+        needed = model.bytes
+        if needed is None:
+            needed = await asyncio.to_thread(model.expected_bytes)
+        if not await self._make_room(model, needed):
             return
         assert model.source is not None, "one of several models has a source"
         engine, fits = await asyncio.to_thread(model.source), False
-        needed = engine.memory_bytes
-        model.bytes = needed
+        model.bytes = engine.memory_bytes
         try:
-            fits = await self._make_room(model, needed)
+            fits = await self._make_room(model, engine.memory_bytes)
         finally:
             if fits:
                 model.take(engine)
