@@ -16,7 +16,7 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from speculant.engine.build import Runtime
 from speculant.engine.engine import Engine
+from speculant.engine.fair_steps import FairSteps
 from speculant.engine.frontend import Frontend, takes
 from speculant.engine.generation import Generation, Prompt, StreamPiece
 from speculant.errors import EngineClosedError, EngineDeadError, RequestError, SpeculantError
@@ -33,19 +34,24 @@ from speculant.params import SamplingParams
 from speculant.scheduling import Preparation
 from speculant.types import ANYONE, Client, RequestOutput, Sender, StepOutput
 
+_IDLE_S = 0.01  # in which a preparation waits for the others' steps, before new requests are looked for
 _LONGEST_EXIT = 10.0  # seconds that a step under way may delay the interpreter's exit
 
 
 class AsyncEngine(Frontend[AsyncGenerator[StreamPiece, None]]):
     """Serves requests from any number of tasks, event loops and threads, all in one batch.
 
-    Arguments are the fields of `EngineConfig`, see `Frontend`. As a context manager it drains when the
-    block ends, and aborts when the block is left by an exception.
+    Arguments are the fields of `EngineConfig`, see `Frontend`. steps: shared with other engines, so that these step one
+    at a time; None = it steps whenever it has work. As a context manager it drains when the block ends, and aborts when
+    the block is left by an exception.
     """
 
-    def __init__(self, model: str, draft_model: str | None = None, **arguments: Any) -> None:
+    def __init__(
+        self, model: str, draft_model: str | None = None, *, steps: FairSteps | None = None, **arguments: Any
+    ) -> None:
+        self._steps = steps
         super().__init__(model, draft_model, **arguments)
-        self._thread = EngineThread(self._runtime)
+        self._thread = EngineThread(self._runtime, steps)
         weakref.finalize(self, _abandon, self._thread)
 
     @property
@@ -212,8 +218,9 @@ class EngineThread:
     `metrics` are a copy, as of the last step. `ended` is done when no stream will get anything more.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, steps: FairSteps | None = None) -> None:
         self.metrics: EngineMetrics = replace(runtime.engine.metrics)
+        self._steps = steps
         self.ended: Future[None] = Future()
         self.ended.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
         self._tokenizer = runtime.tokenizer
@@ -287,7 +294,9 @@ class EngineThread:
         try:
             while not self._leaving or engine.has_unfinished():
                 self._process_inbox(engine)
-                self._step(engine)
+                with self._turn(engine) as its_turn:
+                    if its_turn:
+                        self._step(engine)
         except BaseException as error:
             self._cause = error
             raise  # for the traceback on standard error
@@ -299,6 +308,14 @@ class EngineThread:
         for _ in range(max(self._inbox.qsize(), not (engine.has_unfinished() or engine.prepares))):
             self._inbox.get()(engine)
         self.metrics = replace(engine.metrics)
+
+    def _turn(self, engine: Engine) -> AbstractContextManager[bool]:
+        """Return a context in which no other engine steps that shares the turns; it yields False if one has to."""
+        if self._steps is None:
+            return nullcontext(True)
+        if engine.prepares and not engine.has_unfinished():
+            return self._steps.idle_turn(self, _IDLE_S)
+        return self._steps.turn(self, engine.has_unfinished)
 
     def _step(self, engine: Engine) -> None:
         outputs: dict[str, list[StepOutput]] = {}
@@ -369,6 +386,8 @@ class EngineThread:
 
     def _end(self, engine: Engine) -> None:
         """End all streams with an error; from now on `add` refuses. A stream that has ended ignores it."""
+        if self._steps is not None:
+            self._steps.leave(self)
         with self._lock:
             self._closed = True
         self._open.clear()
