@@ -123,9 +123,11 @@ async def gaps(engine: AsyncEngine, app: FastAPI, chance: random.Random, prepare
 
 async def idle(engine: AsyncEngine) -> None:
     """Wait until nothing is prepared."""
-    before = -1
-    while before != (before := engine.metrics.prepared_tokens):
-        await asyncio.sleep(0.5)
+    before, since = -1, time.monotonic()
+    while time.monotonic() < since + 2:
+        if (now := engine.metrics.prepared_tokens) != before:
+            before, since = now, time.monotonic()
+        await asyncio.sleep(0.1)
 
 
 async def run(engine: AsyncEngine, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -368,6 +368,7 @@ class Machine:
             for group, pool in enumerate(cache.pools):
                 held_ids = [request.seq_id for request in running]
                 if cache is self.caches[0]:
+                    held_ids += [] if running else [PREPARED]
                     held_ids += [source.seq_id for source in self.engine._scheduler.sources._by_key.values()]
                 tables = [self._held_blocks(cache, seq_id, group) for seq_id in held_ids]
                 held = {block for table in tables for block in table}
@@ -394,7 +395,7 @@ ACTIONS = (
     *(Machine.add,) * 7,
     *(Machine.abort,) * 2,
     *(Machine.break_passes,) * 2,
-    *(Machine.prepare,) * 3,
+    *(Machine.prepare,) * 2,
     Machine.forget,
     Machine.misuse,
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 from speculant.cache import KVCache, KVStorage, Slots
 from speculant.drafting import DrafterNeeds, ModelDrafter, StatelessDrafter
 from speculant.models import Batch, Hidden
-from speculant.scheduling import PREPARED
+from speculant.scheduling import LOOKED_UP, PREPARED
 from speculant.types import DraftTree, Request
 from tests.oracle import OracleModel, V, extended, hashes_of, likeliest, prefix_hashes, require, scrambled
 
@@ -131,7 +131,7 @@ class CountedCache(KVCache):
         """Check that what is adopted was committed."""
         adopted = super().match_prefix(seq_id, tokens, cache_salt, limit)
         self._tally["prefix hits"] += adopted > 0
-        salt = cache_salt if seq_id == PREPARED else self._live[seq_id].full_salt
+        salt = cache_salt if seq_id in (PREPARED, LOOKED_UP) else self._live[seq_id].full_salt
         blocks = (salt, tuple(tokens[: -(-adopted // self.block_size) * self.block_size]))
         require(not adopted or blocks in self._committed, "a prefix that nobody of this salt committed")
         return adopted

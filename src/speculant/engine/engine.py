@@ -142,6 +142,7 @@ class Engine:
             raise RequestError(f"the request id {request_id!r} is in use", "give each request an id of its own.")
         samples = self._factory.make(checked, request_id, stop_checker)
         self._is_new = True
+        self._preparations.pause()
         sequences = samples[: _num_sequences(checked.params)]
         self._scheduler.add(sequences)
         self._by_id[request_id] = list(sequences)
@@ -285,7 +286,7 @@ class Engine:
         sources = self._scheduler.sources
         sources.check()
         self._preparations.prefixes.check()
-        assert not cache.length(PREPARED), "a preparation holds blocks between two steps"
+        assert not (self._by_id and cache.length(PREPARED)), "a preparation holds blocks while requests run"
         for request in self._scheduler.waiting:
             held = (each.length(request.seq_id) for each in (cache, *self._drafters.caches))
             assert not any(held), "a waiting request owns blocks"
@@ -298,6 +299,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Drop all prompts from the caches except those of running sequences; return whether none is left."""
+        self._preparations.pause()
         caches = self._context.cache, *self._drafters.caches
         kept = [cache for cache in caches if not cache.forget_prefixes()]
         return not kept

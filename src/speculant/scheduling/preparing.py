@@ -1,19 +1,20 @@
 """Prompts that are read ahead of the requests that may begin with them, in steps in which no request waits or runs.
 
-    queue ---schedule---> one part in the cache ---settle---> its blocks in the prefix index, and nothing held
-      ^                                                            |
-      +------------------------- not at its end -------------------+
+    queue ---schedule---> a part in the cache ---settle---> full blocks in the prefix index, and nothing held
+                            ^                      |
+                            +--- within a block ---+        pause: a request comes, and the rest of a block is lost
 
-A part is a whole number of blocks. Between parts a preparation holds nothing: the next part begins with the longest
-known prefix, as a request does. So a request finds every block free or known, and waits for one part at most, which is
-the step under way. Nothing is preempted. A part takes up to STEP_S, the time of one step's work for a newcomer
-(scheduling/scheduler.py), or the time of one block if that is longer.
+Each block begins with the longest known prefix, as a request does. So a request finds every block free or known, and
+waits for the part under way, which is one step. Nothing is preempted. A part takes up to STEP_S, as long as the work of
+a step beside other clients (scheduling/scheduler.py). On a machine whose shortest step takes longer than half of that,
+a part takes up to twice the shortest step, as a neighbour's step with a draft does.
 
 Clients take turns. A client has few preparations, and the oldest gives way to a new one.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -25,7 +26,7 @@ from speculant.params import SamplingParams
 from speculant.scheduling.scheduler import STEP_S, Schedule, Scheduled
 from speculant.types import Request, Sender
 
-PREPARED = -999  # the id of the one sequence that is being prepared
+PREPARED, LOOKED_UP = -999, -998  # the id of the one sequence that is being prepared; of one whose prefix is looked up
 MOST_OF_CLIENT, MOST = 8, 64  # preparations that are queued, of one client and in all
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 
@@ -40,9 +41,8 @@ def _promise() -> Future[int]:
 class Preparation:
     """A prompt to be read ahead. cached: how many of its tokens were known when it was queued.
 
-    left: the most tokens that may still be computed; more are missing if its blocks are evicted meanwhile. last: the
-    block at which its last part ended. done: how many tokens are known in the end; the rest of the last block is never
-    among them.
+    left: tokens of the blocks that may still be computed; more are missing if its blocks are evicted meanwhile. last:
+    the block at which its last part ended. done: how many tokens are known in the end; they are full blocks.
     """
 
     request: Request
@@ -62,8 +62,7 @@ class Preparations:
 
     def __init__(self, cache: KVCache, most_rows: int, salt: Callable[[Request], str]) -> None:
         self._cache, self._salt, self.prefixes = cache, salt, PreparedPrefixes(cache)
-        self._most = most_rows // cache.block_size  # blocks of a part
-        self._blocks = 1  # of the next part
+        self._rows, self._most, self._least_s = 1, most_rows, math.inf  # of the next part; of a part; of the shortest
         self._queues: dict[str, deque[Preparation]] = {}  # by client, the next one first; none is empty
         self._known = 0  # blocks of the part's prompt that were in the index before it
 
@@ -75,8 +74,7 @@ class Preparations:
         metrics = RequestMetrics(TimingMetrics(arrival=0.0))
         text = [*tokens, tokens[-1]]  # the last one stands for what may follow, and is never computed
         request = Request(PREPARED, "prepared", 0, tokens, GREEDY, 0, metrics, sender, tokens=text)
-        known = self._start(request)
-        self._cache.release(PREPARED)
+        known = self._look_up(request)
         made = Preparation(request, known, self._end(request) - known)
         if made.left <= 0:
             made.done.set_result(known)
@@ -101,50 +99,80 @@ class Preparations:
         return None
 
     def settle(self, item: Scheduled, seconds: float) -> None:
-        """End a part that was computed in this many seconds. The next one is of another client, if there is one."""
-        own, size = next(iter(self._queues.values())), self._cache.block_size
-        preparation, client = own[0], item.request.sender.client.name
+        """End a part that was computed in this many seconds. A full block may be followed by one of another client."""
+        self._least_s = min(self._least_s, seconds)
+        most_s = max(STEP_S, 2 * self._least_s)
+        if seconds > most_s:
+            self._rows = max(1, int(item.count * most_s / seconds))
+        elif 2 * seconds <= most_s:
+            self._rows = min(max(self._rows, 2 * item.count), self._most)
+        if (item.start + item.count) % self._cache.block_size == 0:
+            self._end_block(item)
+
+    def pause(self) -> None:
+        """Hold nothing, because a request comes."""
+        self._cache.release(PREPARED)
+
+    def _end_block(self, item: Scheduled) -> None:
+        client, size = item.request.sender.client.name, self._cache.block_size
+        preparation = self._queues[client][0]
         self.prefixes.add(PREPARED, self._known, client)
         nodes, before = self._cache.prefix(PREPARED), preparation.last
-        preparation.last, preparation.left = nodes[-1] if nodes else None, preparation.left - item.count
-        self._cache.release(PREPARED)
+        preparation.last = nodes[-1] if nodes else None
+        preparation.left -= (item.start + item.count) // size * size - item.start // size * size
+        self.pause()
         if before is not None:  # a request begins with the state at the end of the last part
             self._cache.forget_state(before)
-        most = max(1, int(item.count // size * STEP_S / max(seconds, 1e-9)))
-        if most < self._blocks or item.count == self._blocks * size:
-            self._blocks = max(1, min(most, 2 * self._blocks, self._most))
         self._queues[client] = self._queues.pop(client)
         if preparation.left <= 0:
             self._finish(preparation)
 
     def fail(self, error: BaseException) -> None:
         """End the preparation whose part failed."""
-        self._cache.release(PREPARED)
+        self.pause()
         own = next(iter(self._queues.values()))
         own[0].done.set_exception(error)
         self._leave(own[0])
 
     def drop(self) -> None:
         """End all preparations with what they have."""
+        self.pause()
         while self._queues:
             self._finish(next(iter(self._queues.values()))[0])
 
     def _part(self, preparation: Preparation, plan: ReservationPlan) -> Scheduled | None:
-        """Start a preparation and return its next part; None if nothing is missing, or there is no memory for it."""
-        request, size = preparation.request, self._cache.block_size
-        start = self._start(request)
-        wanted = min(self._blocks, self._most, preparation.left // size, (self._end(request) - start) // size)
-        count = self.prefixes.make_room(wanted, request.sender.client.name) * size if wanted > 0 else 0
-        self._known = self._cache.known_blocks(request.prompt, self._salt(request))
-        if not count or not plan.take(PREPARED, count):
-            self._cache.release(PREPARED)
-            return None
-        self._cache.part_at(PREPARED, start + count)
-        return Scheduled(request, start, count)
+        """Return the next part of a preparation; None if nothing is missing, or there is no memory for it.
 
-    def _start(self, request: Request) -> int:
-        """Take over the longest known prefix; return its length."""
-        return self._cache.match_prefix(PREPARED, request.tokens, self._salt(request), self._end(request))
+        A part ends where a block ends, or within its first one.
+        """
+        request, size = preparation.request, self._cache.block_size
+        start = self._cache.length(PREPARED)
+        if not start % size:
+            self.pause()
+            start = self._match(PREPARED, request)
+        end = min(start + self._rows, self._end(request), start // size * size + preparation.left)
+        end = end // size * size if end // size > start // size else end
+        begun = -(-start // size)  # blocks
+        own = start % size > 0
+        blocks = self.prefixes.make_room(-(-end // size) - begun + own, request.sender.client.name) - own
+        end = min(end, (begun + blocks) * size)
+        self._known = self._cache.known_blocks(request.prompt, self._salt(request))
+        if end <= start or not plan.take(PREPARED, end - start):
+            self.pause()
+            return None
+        if not end % size:
+            self._cache.part_at(PREPARED, end)
+        return Scheduled(request, start, end - start)
+
+    def _match(self, seq_id: int, request: Request) -> int:
+        """Let a sequence take over the longest known prefix; return its length."""
+        return self._cache.match_prefix(seq_id, request.tokens, self._salt(request), self._end(request))
+
+    def _look_up(self, request: Request) -> int:
+        """Return the length of the longest known prefix."""
+        known = self._match(LOOKED_UP, request)
+        self._cache.release(LOOKED_UP)
+        return known
 
     def _end(self, request: Request) -> int:
         """Return the end of the last full block of a prompt; with states, of one that the whole prompt goes beyond.
@@ -157,9 +185,10 @@ class Preparations:
 
     def _finish(self, preparation: Preparation) -> None:
         """End a preparation with what is known of it now."""
-        known = self._start(preparation.request)
-        self._cache.mark_used(PREPARED)
-        self._cache.release(PREPARED)
+        self.pause()
+        known = self._match(LOOKED_UP, preparation.request)
+        self._cache.mark_used(LOOKED_UP)
+        self._cache.release(LOOKED_UP)
         preparation.done.set_result(known)
         self._leave(preparation)
 

@@ -72,18 +72,25 @@ def test_nothing_is_prepared_while_a_request_waits_or_runs() -> None:
     assert result(made) == 32
 
 
-def test_a_part_takes_as_many_blocks_as_fit_into_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock shows 0.01 s for each row: 50 ms are one block of 4 rows. If a row takes 3 ms, they are 4 blocks."""
-    for row_s, expected in ((0.01, [4] * 8), (0.02, [4] * 8), (0.003, [4, 8, 16, 4]), (0.0, [4, 8, 16, 4])):
-        target = TableModel(PAIR.target, V)
-        rig = rig_of(target=target)
-        monkeypatch.setattr(
-            "speculant.engine.engine.time.perf_counter",
-            lambda rows=target.num_rows, row_s=row_s: sum(rows) * row_s,
-        )
-        rig.engine.prepare(text(0))
-        run_all(rig)
-        assert target.num_rows == expected, (row_s, STEP_S)
+@pytest.mark.parametrize(
+    ("row_s", "expected"),
+    [
+        (0.0, [1, 2, 1, 4, 8, 16]),
+        (0.005, [1, 2, 1, 4, *[8] * 3]),
+        (0.01, [1, 2, 1, *[4] * 7]),
+        (0.02, [1, 2, 1, *[2] * 14]),
+        (0.25, [1, 2, 1, *[2] * 14]),
+    ],
+)
+def test_a_part_takes_a_step_of_work_or_twice_the_least(
+    monkeypatch: pytest.MonkeyPatch, row_s: float, expected: list[int]
+) -> None:
+    target = TableModel(PAIR.target, V)
+    rig = rig_of(target=target)
+    monkeypatch.setattr("speculant.engine.engine.time.perf_counter", lambda: sum(target.num_rows) * row_s)
+    rig.engine.prepare(text(0))
+    run_all(rig)
+    assert target.num_rows == expected, STEP_S
 
 
 def test_parts_shrink_when_they_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,12 +100,12 @@ def test_parts_shrink_when_they_take_longer(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("speculant.engine.engine.time.perf_counter", lambda: sum(target.num_rows) * row_s[0])
     rig.engine.prepare(text(0, 60))
     run_all(rig)
-    assert target.num_rows == [4, 8, 16, 32]
+    assert target.num_rows == [1, 2, 1, 4, 8, 16, 28]
     target.num_rows.clear()
     row_s[0] = 0.02
     rig.engine.prepare(text(1, 44))
     run_all(rig)
-    assert target.num_rows == [32, 4, 4, 4]
+    assert target.num_rows == [32, *[2] * 6]
 
 
 def test_the_oldest_prepared_blocks_go() -> None:
@@ -155,7 +162,8 @@ def test_the_oldest_of_a_clients_preparations_gives_way() -> None:
     other = rig.engine.prepare(text(9), TWO)
     assert [each.done.done() for each in (*mine, other)] == [True, *[False] * 9]
     assert result(mine[0]) == 0
-    rig.step()
+    while not rig.engine.metrics.prepared_tokens:
+        rig.step()
     rig.step()
     assert cached(rig, text(9)) > 0, "clients do not take turns"
 
@@ -163,12 +171,13 @@ def test_the_oldest_of_a_clients_preparations_gives_way() -> None:
 def test_preparations_can_be_dropped_and_prompts_forgotten() -> None:
     rig = rig_of()
     made = rig.engine.prepare(text(0))
-    rig.step()
-    assert rig.engine.reset_prefix_cache()
-    rig.step()
+    for _ in range(5):
+        rig.step()
+        assert rig.engine.reset_prefix_cache(), "something was kept"
+        assert rig.cache.free_tokens() == 64 * BLOCK
     rig.engine.drop_preparations()
     assert not rig.engine.prepares
-    assert result(made) == rig.engine.metrics.prepared_tokens - BLOCK
+    assert result(made) == 0
 
 
 def test_an_error_ends_the_preparation_alone() -> None:
@@ -186,6 +195,18 @@ def test_an_error_ends_the_preparation_alone() -> None:
     run_all(rig)
     assert made.done.exception() is broken
     assert result(other) == 32
+
+
+def test_a_request_finds_every_block_free_or_known() -> None:
+    rig = rig_of()
+    rig.engine.prepare(text(0))
+    rig.step()
+    assert rig.cache.free_tokens() == 63 * BLOCK, "the block that is being prepared"
+    rig.add(text(1), GREEDY)
+    assert rig.cache.free_tokens() == 64 * BLOCK
+    rig.finish()
+    run_all(rig)
+    assert rig.cache.free_tokens() == 64 * BLOCK
 
 
 def test_a_preparation_changes_no_random_number() -> None:
