@@ -360,9 +360,10 @@ class EngineMetrics:
     accepted_per_position[d] is how many at depth d, the root's children being at 0.
     drafter_errors counts calls of a drafter that raised, and drafts that broke its contract; none of them fails a
     request. Of the prompt tokens of ended requests, prefix_hit_tokens were found in the cache. The tokens of a source
-    are prompt tokens too. Blocks belong to the target's cache and have block_size positions. computed_tokens: prompt
-    tokens computed and tokens generated; step_tokens[k] counts the steps with at most STEP_TOKENS[k] and more than
-    STEP_TOKENS[k - 1] of these tokens, and its last entry the steps with more than any bound.
+    are prompt tokens too. Blocks belong to the target's cache and have block_size positions. evicted_until: see
+    `BlockPool`. computed_tokens: prompt tokens computed and tokens generated; step_tokens[k] counts the steps with at
+    most STEP_TOKENS[k] and more than STEP_TOKENS[k - 1] of these tokens, and its last entry the steps with more than
+    any bound.
     """
 
     steps: int = 0
@@ -391,6 +392,7 @@ class EngineMetrics:
     blocks_used: int = 0
     blocks_total: int = 0
     block_size: int = 0
+    evicted_until: float = 0.0
     computed_tokens: int = 0
     step_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
 

@@ -326,6 +326,7 @@ class Engine:
         metrics, cache = self.metrics, self._context.cache
         metrics.waiting, metrics.running = len(self._scheduler.waiting), len(self._scheduler.running)
         metrics.blocks_used = cache.num_blocks - cache.free_tokens() // cache.block_size
+        metrics.evicted_until = cache.whole.evicted_until
 
 
 def _num_sequences(params: SamplingParams) -> int:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speculant.errors import DraftError, Guard
-from speculant.files import Entry, delete_oldest, entries_of, remove_abandoned, temporary
+from speculant.files import KeptFile, delete_oldest, entries_of, remove_abandoned, temporary
 
 if TYPE_CHECKING:
     from speculant.drafting import Drafter, Drafters
@@ -84,7 +84,7 @@ class LearnedFiles:
         return self.folder / f"{owner_of(salt)}-{salt_digest(salt)}-{own}{SUFFIX}"
 
     @staticmethod
-    def entries(folder: Path) -> list[Entry]:
+    def entries(folder: Path) -> list[KeptFile]:
         """Return the files of a folder, the one that was used longest ago first."""
         return entries_of(folder.glob("*" + SUFFIX), "learned")
 
