@@ -76,7 +76,7 @@ def cache_folder(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculant" / name
 
 
-class Entry(NamedTuple):
+class KeptFile(NamedTuple):
     """A file that is kept between runs. used: its last use, in seconds since the epoch. kind: of its content."""
 
     path: Path
@@ -85,19 +85,19 @@ class Entry(NamedTuple):
     kind: str
 
 
-def entries_of(paths: Iterable[Path], kind: str) -> list[Entry]:
+def entries_of(paths: Iterable[Path], kind: str) -> list[KeptFile]:
     """Return the files that exist, the one that was used longest ago first."""
-    found = list[Entry]()
+    found = list[KeptFile]()
     for path in paths:
         with suppress(OSError):
             status = path.stat()
-            found.append(Entry(path, status.st_size, status.st_mtime, kind))
+            found.append(KeptFile(path, status.st_size, status.st_mtime, kind))
     return sorted(found, key=lambda entry: entry.used)
 
 
-def delete(entries: Iterable[Entry]) -> list[Entry]:
+def delete(entries: Iterable[KeptFile]) -> list[KeptFile]:
     """Delete files; return those that could be deleted."""
-    deleted = list[Entry]()
+    deleted = list[KeptFile]()
     for entry in entries:
         with suppress(OSError):
             entry.path.unlink(missing_ok=True)
@@ -105,9 +105,9 @@ def delete(entries: Iterable[Entry]) -> list[Entry]:
     return deleted
 
 
-def delete_oldest(entries: Iterable[Entry], limit: int) -> list[Entry]:
+def delete_oldest(entries: Iterable[KeptFile], limit: int) -> list[KeptFile]:
     """Delete the files that were used longest ago until all others have at most `limit` bytes; return these files."""
-    files, chosen = sorted(entries, key=lambda entry: entry.used), list[Entry]()
+    files, chosen = sorted(entries, key=lambda entry: entry.used), list[KeptFile]()
     over = sum(entry.size for entry in files) - limit
     for entry in files:
         if over <= 0:

@@ -362,9 +362,9 @@ class EngineMetrics:
     request. Of the prompt tokens of ended requests, prefix_hit_tokens were found in the cache. The tokens of a source
     are prompt tokens too. disk_hit_tokens were read from the prompt cache on disk. prepared_tokens were computed ahead
     of requests, and prepared_tokens_used of these were then found by one. Blocks belong to the target's cache and have
-    block_size positions. computed_tokens: prompt tokens computed and tokens generated; step_tokens[k] counts the steps
-    with at most STEP_TOKENS[k] and more than STEP_TOKENS[k - 1] of these tokens, and its last entry the steps with more
-    than any bound.
+    block_size positions. evicted_until: see `BlockPool`. computed_tokens: prompt tokens computed and tokens generated;
+    step_tokens[k] counts the steps with at most STEP_TOKENS[k] and more than STEP_TOKENS[k - 1] of these tokens, and
+    its last entry the steps with more than any bound.
     """
 
     steps: int = 0
@@ -396,6 +396,7 @@ class EngineMetrics:
     blocks_used: int = 0
     blocks_total: int = 0
     block_size: int = 0
+    evicted_until: float = 0.0
     computed_tokens: int = 0
     step_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
 

@@ -13,10 +13,10 @@ SLACK = 0.05  # of a budget, which follows a room that shrinks
 INNER_IMPORTS = 138  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
-    "cache": (1494, 5),
-    "cli": (3437, 12),
-    "drafting": (7675, 44),
-    "engine": (5768, 20),
+    "cache": (1499, 5),
+    "cli": (3546, 13),
+    "drafting": (7756, 44),
+    "engine": (5957, 20),
     "kernels": (1790, 8),
     "lab.bench": (4260, 13),
     "lab.cli": (2913, 14),
@@ -29,7 +29,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lengths": (1977, 8),
     "models": (15044, 76),
     "sampling": (419, 3),
-    "scale": (1929, 8),
+    "scale": (2056, 10),
     "scheduling": (1088, 4),
     "serving": (10608, 45),
     "structured": (1884, 10),

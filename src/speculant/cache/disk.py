@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from speculant.files import (
-    Entry,
+    KeptFile,
     delete_oldest,
     entries_of,
     owner_of,
@@ -64,7 +64,7 @@ _DIGEST = 16
 Content = bytes | memoryview
 
 
-def entries(folder: Path) -> list[Entry]:
+def entries(folder: Path) -> list[KeptFile]:
     """Return the files of a folder, the one that was used longest ago first."""
     return entries_of(folder.glob(f"??/*{SUFFIX}"), "prompt")
 

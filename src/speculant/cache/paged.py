@@ -55,6 +55,7 @@ has no positions in the cache, or all. It is released with the last text that ho
 from __future__ import annotations
 
 import sys
+import time
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -241,7 +242,8 @@ class BlockPool:
         self._indexed = index.nodes
         self._free = list(range(num_blocks - 1, -1, -1))
         self._holders = [0] * num_blocks
-        self._kept: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self._kept: OrderedDict[int, float] = OrderedDict()  # the least recently used first, and since when
+        self.evicted_until = 0.0  # what was kept since then, by time.monotonic, was evicted last
         self.num_free = num_blocks  # blocks that can be allocated, the kept ones included
         index.on_removed = self._forget
 
@@ -297,7 +299,7 @@ class BlockPool:
         if self._holders[block] == 0:
             self.num_free += 1
             if block in self._indexed:
-                self._kept[block] = None
+                self._kept[block] = time.monotonic()
             else:
                 self._free.append(block)
 
@@ -317,7 +319,8 @@ class BlockPool:
 
     def _evict(self) -> None:
         """Remove the least recently used block and its descendants from the index."""
-        self.drop(next(iter(self._kept)))
+        block, self.evicted_until = next(iter(self._kept.items()))
+        self.drop(block)
 
     def drop(self, block: int) -> None:
         """Remove a kept block and its descendants from the index."""
@@ -601,6 +604,8 @@ class KVCache:
         self.pools = [
             BlockPool(count, PrefixIndex(self.tree, window)) for count, window in zip(num_blocks, windows, strict=True)
         ]
+        # One group's, whose `evicted_until` tells which prefixes are gone; with a window some blocks are not missed.
+        self.whole = next((pool for pool in self.pools if pool.window is None), self.pools[0])
         self.records = RecordPool(*records, self.tree) if records[0] else None
         self.stored: StoredPrefixes | None = None  # those on disk
         self._held: dict[int, CachedSequence] = {}

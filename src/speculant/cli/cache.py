@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -21,7 +23,7 @@ from speculant.config import read_bytes
 from speculant.engine import LearnedFiles
 from speculant.errors import ConfigError
 from speculant.files import (
-    Entry,
+    KeptFile,
     cache_folder,
     delete,
     delete_oldest,
@@ -41,25 +43,23 @@ EXAMPLES = examples(
 )
 
 
-class Kind(NamedTuple):
+class KeptKind(NamedTuple):
     """A kind of file: how its files are found in a folder, checked, and told apart; None = they can't be."""
 
-    entries: Callable[[Path], list[Entry]]
+    entries: Callable[[Path], list[KeptFile]]
     verify: Callable[[Path], str] | None = None
     model_of: Callable[[Path], str] | None = None
     belongs: Callable[[Path, str | None, str | None], bool] | None = None
 
 
-KINDS: Mapping[str, Kind] = {
-    "learned": Kind(LearnedFiles.entries, LearnedFiles.verify, LearnedFiles.model_of, LearnedFiles.belongs),
-    "prompt": Kind(prompt_files, verify_prompt, model_of, belongs),
-    "weights": Kind(lambda folder: entries_of(folder.glob("*.weights"), "weights")),
+KINDS: Mapping[str, KeptKind] = {
+    "learned": KeptKind(LearnedFiles.entries, LearnedFiles.verify, LearnedFiles.model_of, LearnedFiles.belongs),
+    "prompt": KeptKind(prompt_files, verify_prompt, model_of, belongs),
+    "weights": KeptKind(lambda folder: entries_of(folder.glob("*.weights"), "weights")),
+    "costs": KeptKind(lambda folder: entries_of(folder.glob("*.json"), "costs")),
 }
+USERS = ("weights", "costs")  # kinds with a folder of the user's own; elsewhere a JSON file may be anything
 NAMED = ("SPECULANT_PROMPT_CACHE", "SPECULANT_LEARN")  # variables that name folders
-OWN: Mapping[str, Callable[[Path], list[Entry]]] = {
-    "weights": KINDS["weights"].entries,
-    "costs": lambda folder: entries_of(folder.glob("*.json"), "measurements"),
-}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 app = command_group(help="List, prune, verify or forget what is kept on disk between runs.", epilog=EXAMPLES)
@@ -126,7 +126,7 @@ def prune(
 @accepts_log_level
 def verify(folder: Folder = None, as_json: AsJson = False) -> None:
     """Read each file, and delete those that are damaged. Packed weights are checked when a model is loaded."""
-    checked, damaged = 0, list[Entry]()
+    checked, damaged = 0, list[KeptFile]()
     problems: dict[str, str] = {}
     for place in _folders(folder):
         for entry in _entries(place):
@@ -164,7 +164,7 @@ def forget(
     _report(as_json, deleted, len(entries), "forgotten")
 
 
-def _is_of(entry: Entry, salt: str | None, api_key: str | None) -> bool:
+def _is_of(entry: KeptFile, salt: str | None, api_key: str | None) -> bool:
     """Whether a file is of a key and of a salt; a salt has another form in a program than on a server."""
     belongs, who = KINDS[entry.kind].belongs, "" if api_key is None else key_digest(api_key)
     owner = None if api_key is None else owner_of(who)
@@ -186,30 +186,30 @@ def _folders(folder: Path | None) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def _entries(folder: Path) -> Iterator[Entry]:
+def _entries(folder: Path) -> Iterator[KeptFile]:
     """Yield the files of all kinds in a folder."""
-    for kind in KINDS.values():
-        yield from kind.entries(folder)
+    for name, kind in KINDS.items():
+        if name != "costs":
+            yield from kind.entries(folder)
 
 
-def _listed(folder: Path | None) -> Iterator[tuple[Path, list[Entry]]]:
+def _listed(folder: Path | None) -> Iterator[tuple[Path, list[KeptFile]]]:
     """Yield the folders to list, each with its files of one kind."""
     if folder is not None or any(map(os.environ.get, NAMED)):
         for place in _folders(folder):
-            for kind in KINDS.values():
-                yield place, kind.entries(place)
-    if folder is None:
-        for name, entries in OWN.items():
-            yield cache_folder(name), entries(cache_folder(name))
+            for _, found in groupby(_entries(place), attrgetter("kind")):
+                yield place, [*found]
+    for name in USERS if folder is None else ():
+        yield cache_folder(name), KINDS[name].entries(cache_folder(name))
 
 
-def _row(folder: Path, entries: list[Entry]) -> dict[str, Any]:
+def _row(folder: Path, entries: list[KeptFile]) -> dict[str, Any]:
     """Describe the files of one kind in a folder."""
-    models, kind = Counter[str](), KINDS.get(entries[0].kind)
-    if kind is not None and kind.model_of is not None:
+    models, own = Counter[str](), KINDS[entries[0].kind].model_of
+    if own is not None:
         for entry in entries:
             with suppress(OSError, ValueError):  # it is damaged, or was deleted meanwhile
-                models[kind.model_of(entry.path)] += 1
+                models[own(entry.path)] += 1
     return {
         "kind": entries[0].kind,
         "folder": str(folder),
@@ -228,7 +228,7 @@ def _seconds(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def _report(as_json: bool, deleted: Iterable[Entry], seen: int, what: str, **more: Any) -> None:
+def _report(as_json: bool, deleted: Iterable[KeptFile], seen: int, what: str, **more: Any) -> None:
     """Print how many of the files that were seen were deleted."""
     files = [*deleted]
     size = sum(entry.size for entry in files)

@@ -384,6 +384,7 @@ class Engine:
         metrics.prepared_tokens, metrics.prepared_tokens_used = prepared.computed, prepared.used
         metrics.waiting, metrics.running = len(self._scheduler.waiting), len(self._scheduler.running)
         metrics.blocks_used = cache.num_blocks - cache.free_tokens() // cache.block_size
+        metrics.evicted_until = cache.whole.evicted_until
 
 
 def _num_sequences(params: SamplingParams) -> int:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from speculant.errors import DraftError, Guard
 from speculant.files import (
-    Entry,
+    KeptFile,
     delete_oldest,
     digest_of,
     entries_of,
@@ -83,7 +83,7 @@ class LearnedFiles:
         return self.folder / f"{owner_of(salt)}-{salt_digest(salt)}-{own}{SUFFIX}"
 
     @staticmethod
-    def entries(folder: Path) -> list[Entry]:
+    def entries(folder: Path) -> list[KeptFile]:
         """Return the files of a folder, the one that was used longest ago first."""
         return entries_of(folder.glob("*" + SUFFIX), "learned")
 

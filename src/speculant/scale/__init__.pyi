@@ -29,6 +29,7 @@ from .front import (
     make_front as make_front,
     routed as routed,
 )
+from .held import MARGIN_S as MARGIN_S, HeldPrefixes as HeldPrefixes
 from .options import (
     FULL as FULL,
     REPLICA_FIELDS as REPLICA_FIELDS,
@@ -46,3 +47,4 @@ from .options import (
 )
 from .ray_batches import answer_on_ray as answer_on_ray
 from .replicas import LocalReplicas as LocalReplicas, connect as connect
+from .router import SentTexts as SentTexts

@@ -20,6 +20,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from speculant.errors import ConfigError, ServerError
 from speculant.gguf_file import name_of
 from speculant.scale.front import RoutedRequest
+from speculant.scale.held import GONE, HeldPrefixes
 from speculant.scale.options import Cores, ReplicaOptions, check_fit, cores_of_each, with_absolute_paths
 from speculant.serving import ResponseHead, ServerOptions, load_app, responses
 
@@ -31,6 +32,7 @@ _QUEUED = 4096  # requests that wait for a replica in one front
 _LOOK_BACK_S = 15.0  # over which the load is averaged; Ray wants more than the 10 s between two readings
 _UP_S, _DOWN_S = 5.0, 60.0  # for which the load asks for more replicas, or fewer, before there are
 _LONGEST_S = 7 * 86400.0  # of requests without a limit, for which a replica that ends waits
+_TOLD_S = 2.0  # between two times at which a replica tells the router which prefixes it has lost
 _HEALTH_S = 5.0  # between two checks of a replica's health
 _KEPT_TEXT = 4_000_000  # characters that the prefix router keeps
 _PATIENCE_S = 300.0  # for the replicas to describe themselves: the router starts a process first
@@ -50,6 +52,7 @@ class EngineReplica:
         own = replace(options, allowed_origins=(), access_log="none", max_stored_bytes=0)
         self._app = load_app(values, own, names)
         self._engine = self._app.state.server.engine
+        self._prefixes = HeldPrefixes()
         logger.info("replica %s is ready; cores: %s", self.name, self.description["cores"])
 
     @property
@@ -66,10 +69,11 @@ class EngineReplica:
 
     async def answer(self, routed: RoutedRequest) -> AsyncGenerator[str | ResponseHead | bytes, None]:
         """Yield this replica's name, then the response. Cancelling the call aborts the request."""
-        yield self.name
-        async with aclosing(responses(self._app, routed.request)) as pieces:
-            async for piece in pieces:
-                yield piece
+        with self._prefixes.used():
+            yield self.name
+            async with aclosing(responses(self._app, routed.request)) as pieces:
+                async for piece in pieces:
+                    yield piece
 
     async def describe(self) -> tuple[str, dict[str, Any]]:
         """Return this replica's name and its `description`."""
@@ -87,6 +91,10 @@ class EngineReplica:
     async def check_health(self) -> None:
         """Raise if the engine is dead; Ray Serve then replaces this replica."""
         self._engine.check_health()
+
+    async def record_routing_stats(self) -> dict[str, float]:
+        """Return the time before which the router's texts are not in memory any more, see `PrefixRouter`."""
+        return {GONE: self._prefixes.gone_before(self._engine.metrics.evicted_until)}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the shares of places and of cache memory in use, for `scaling.wanted_replicas`."""
@@ -146,16 +154,18 @@ def _router(replicas: ReplicaOptions, router: str | type | None) -> RequestRoute
         "eviction_threshold_chars": _KEPT_TEXT,
         "eviction_target_chars": _KEPT_TEXT * 9 // 10,
     }
-    return RequestRouterConfig(request_router_class=_prefix_router(), request_router_kwargs=settings)
+    return RequestRouterConfig(
+        request_router_class=_prefix_router(), request_router_kwargs=settings, request_routing_stats_period_s=_TOLD_S
+    )
 
 
 def _prefix_router() -> type:
-    """Return Ray's router by prefixes. `ray.serve.llm`, which exports it, needs vLLM."""
+    """Return the router by prefixes, which extends Ray's."""
     before = logging.root.handlers[:], logging.root.level
-    module = importlib.import_module("ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router")
-    logging.root.handlers[:], level = before  # the import replaces them
+    module = importlib.import_module("speculant.scale.router")
+    logging.root.handlers[:], level = before  # the import of Ray's router replaces them
     logging.root.setLevel(level)
-    router: type = module.PrefixCacheAffinityRouter
+    router: type = module.PrefixRouter
     return router
 
 

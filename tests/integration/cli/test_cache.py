@@ -59,7 +59,7 @@ def test_list_without_a_folder_shows_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "speculant" / "costs" / "x.json").write_text("{}")
     keep(tmp_path / "learned", "a")
     found = json_of("cache", "list", **{**env, "SPECULANT_LEARN": str(tmp_path / "learned")})["kinds"]
-    assert [(each["kind"], each["files"]) for each in found] == [("learned", 1), ("weights", 1), ("measurements", 1)]
+    assert [(each["kind"], each["files"]) for each in found] == [("learned", 1), ("weights", 1), ("costs", 1)]
 
 
 def test_prune_deletes_what_was_used_longest_ago(tmp_path: Path) -> None:

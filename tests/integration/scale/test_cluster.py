@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from speculant import LLM, SamplingParams
+from speculant.scale import MARGIN_S
 from tests.ray_cluster import PAIR, PATIENCE, ReplicaServer, cluster, kill
 
 __all__ = ["cluster"]
@@ -183,5 +184,35 @@ def test_numbers_follow_a_step_of_load(cluster: str, texts: dict[Asked, str]) ->
         assert len({each.replica for each in answers}) == 3
         assert [each for each in answers if each.error is not None or each.text != texts[each.asked]] == []
         assert server.post("/v1/completions", prompt="import os", max_tokens=4, temperature=0)["choices"][0]["text"]
+    finally:
+        server.stop()
+
+
+def test_a_replica_that_lost_a_prefix_is_not_preferred(cluster: str) -> None:
+    """A text goes to the replica that had it, until its cache has evicted it: then to the one that had least."""
+    small = {"model": "demo", "max_model_len": 512, "max_num_seqs": 1, "kv_memory": "2MiB"}  # 32 blocks of 16 tokens
+    server = ReplicaServer(cluster, (2, 2), small | {"use_speculative_decoding": False}).ready()
+
+    def ask(kind: str, lines: int, number: int = 0) -> str:
+        """Return the replica that answers a prompt, which shares its beginning with others of its kind."""
+        prompt = "".join(f"{kind * 8} {number if line > lines // 3 else 0} {line}\n" for line in range(lines))
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        answer = server.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.headers["x-speculant-replica"]
+
+    try:
+        first = ask("p", 20)
+        assert {ask("p", 20) for _ in range(3)} == {first}
+        other = ask("q", 26)
+        assert other != first, "it has fewer characters"
+        went, numbers = first, iter(range(100))
+        while went == first and next(numbers) < 99:
+            time.sleep(2 * MARGIN_S)  # so that the text is surely older than those that evict it
+            assert {ask("r", 20, next(numbers)) for _ in range(12)} == {first}
+            time.sleep(6)  # the controller asks replicas every two seconds
+            went = ask("p", 20)
+        assert went == other, "it has evicted the text"
+        assert {ask("p", 20) for _ in range(3)} == {other}
     finally:
         server.stop()

@@ -42,7 +42,7 @@ from speculant.engine import (
 from speculant.errors import DraftError
 from speculant.files import owner_of, salt_digest
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
-from speculant.serving.http.clients import API_KEY, key_digest, salt_of
+from speculant.serving import API_KEY, key_digest, salt_of
 from speculant.types import CommittedRows, Ending
 from tests.examples import examples, sizes
 from tests.fakes import Rig, build_rig, paged
