@@ -31,7 +31,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "sampling": (419, 3),
     "scale": (2056, 10),
     "scheduling": (1088, 4),
-    "serving": (10608, 45),
+    "serving": (10613, 45),
     "structured": (1884, 10),
     "text": (2857, 12),
     "verification": (610, 10),

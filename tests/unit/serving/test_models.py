@@ -244,7 +244,7 @@ async def test_a_request_that_ends_with_the_load_holds_nothing() -> None:
 
 
 @in_loop
-async def test_a_request_that_comes_while_its_engine_is_ended_is_served() -> None:
+async def test_a_request_is_served_that_comes_while_its_engine_ends() -> None:
     """The engine was too large to stay beside a busy one, and nobody waited for it any more."""
     house = House(15, expected=1)
     async with house.held("a"):
