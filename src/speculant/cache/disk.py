@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".kv"
 STATES, SOURCE = 0xFFFE, 0xFFFF  # places of a file that is no group's block
 MOST_WAITING = 2**28  # bytes that wait to be written
+FLUSH_S = 30.0  # for what waits when an engine ends
 PAUSE_S = 60.0  # after an error, until files are written again
 SCAN_S = 300.0  # between looks at the folder: other processes write there too
 LEAST_LEFT = 0.9  # of the limit, once files were deleted
@@ -216,8 +217,9 @@ class BlockFiles:
             self._submit(0, partial(_mark_used, paths))
 
     def flush(self) -> None:
-        """Wait until all that waits is written."""
-        self._writer.submit(lambda: None).result()
+        """Wait until all that waits is written, but not for ever."""
+        with suppress(RuntimeError, TimeoutError):  # the interpreter ends; the disk does not answer
+            self._writer.submit(lambda: None).result(FLUSH_S)
 
     def _path(self, key: bytes, place: int) -> Path:
         name = path_name(key, place).hex()

@@ -274,7 +274,10 @@ class Engine:
         self._note_standing()
 
     def close(self) -> None:
-        """Write what drafters have learned, if it is kept. The engine is not used any more."""
+        """Write what is kept on disk: prompts, and what drafters have learned. The engine is not used any more."""
+        for cache in (self._context.cache, *self._drafters.caches):
+            if cache.stored is not None:
+                cache.stored.files.flush()
         if self._learning is not None:
             self._learning.close()
 
