@@ -119,10 +119,10 @@ class Agent:
         return dict(error["error"])
 
 
-def beginning(file: str, tokenizer: Tokenizer) -> str:
-    """Return the beginning of a file of the standard library, up to OUTPUT tokens."""
+def beginning(file: str, tokenizer: Tokenizer, most: int = OUTPUT) -> str:
+    """Return the beginning of a file of the standard library, up to `most` tokens."""
     text = (Path(sysconfig.get_path("stdlib")) / file).read_text(encoding="utf-8")
-    return tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[:OUTPUT])
+    return tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[:most])
 
 
 async def events(app: FastAPI, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

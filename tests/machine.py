@@ -19,7 +19,8 @@ from speculant.engine import Engine, EngineOptions, Need, load_verifiers
 from speculant.errors import CapacityError, RequestError
 from speculant.lengths import Fixed
 from speculant.params import SamplingParams
-from speculant.types import ANYONE, Client, Request, StepOutput
+from speculant.scheduling import PREPARED
+from speculant.types import ANYONE, Client, Request, Sender, StepOutput
 from tests.beams import found_by, is_fed
 from tests.blocks import table_of
 from tests.caches import seen_from
@@ -158,6 +159,7 @@ class Machine:
         self.draft = FragileModel(MAX_LEN, self.ledger.raised, setup.astray, setup.windows)
         self.num_added = self.num_actions = 0
         self._origins: dict[int, int] = {}  # of the texts, by sequence
+        self._prepared: list[list[int]] = []  # prompts
         drafter = self._make_drafter()
         most = setup.limits.max_num_batched_tokens
         self.caches = (
@@ -230,6 +232,8 @@ class Machine:
         if before:
             self.story.append(("step", *((output.request_id, output.index, output.token) for output in outputs)))
             self.tally["steps"] += 1
+        elif self.target.fed:
+            self.tally["parts prepared"] += 1
         calm = len(self.ledger.raised) == num_raised
         assert not calm or self.target.num_passes <= num_passes + 1, "a pass failed, though nobody broke it"
         self.ledger.hear(outputs)
@@ -238,8 +242,10 @@ class Machine:
     def _check_texts(self, before: Mapping[int, list[int]]) -> None:
         """Assert that each request was fed its own text, and holds all but its newest token."""
         for seq_id, (count, prefix) in self.target.fed.items():
-            fed = prefix_hashes(before[seq_id][:count], self._origins[seq_id])
-            assert fed[-1:] == [prefix], "a request was fed another text than its own"
+            texts = self._prepared if seq_id == PREPARED else [before[seq_id]]
+            assert seq_id != PREPARED or not before, "a prompt was prepared while requests ran or waited"
+            fed = [prefix_hashes(text[:count], self._origins.get(seq_id, origin(()))) for text in texts]
+            assert [prefix] in [each[-1:] for each in fed], "a request was fed another text than its own"
         for seq_id in before.keys() & self.live.keys():
             tokens = self.live[seq_id].tokens
             grown = len(tokens) > len(before[seq_id]) and self.live[seq_id].search is None
@@ -275,6 +281,20 @@ class Machine:
             assert not vacant, "refused although there was room"
             self.tally["refused"] += 1
         self.num_added += 1
+
+    def prepare(self, digits: Digits) -> None:
+        """Have a prompt read ahead, where prompts are kept."""
+        prompt, client = drawn_prompt(digits), digits.pick(CLIENTS)
+        sender = Sender(client, 0, digits.pick(("", "", "other")))
+        self.story.append(("prepare", prompt, sender))
+        if not self._max_source and self.caches[0].keeps_prefixes:
+            self._prepared.append(prompt)
+            self.engine.prepare(prompt, sender)
+
+    def forget(self, digits: Digits) -> None:
+        """Empty the prefix index, or end all preparations."""
+        self.story.append(("forget",))
+        (self.engine.reset_prefix_cache, self.engine.drop_preparations)[digits.below(2)]()
 
     def abort(self, digits: Digits) -> None:
         """End a request from outside."""
@@ -315,10 +335,12 @@ class Machine:
         while self.live and not self.setup.drains:
             self._abort(next(iter(self.live.values())).request_id)
         for _ in range(PATIENCE):
-            if self.engine.has_unfinished():
+            if self.engine.has_unfinished() or self.engine.prepares:
                 self.step(Digits(b""))
                 self.check()
         assert not self.engine.has_unfinished(), "somebody does not come to an end"
+        assert not self.engine.prepares, "a preparation does not come to an end"
+        self.tally["prepared tokens used"] += self.engine.metrics.prepared_tokens_used
         self.check()
         pools = [pool for cache in self.caches for pool in cache.pools]
         assert all(pool.num_free == pool.num_blocks for pool in pools), "a leak"
@@ -372,6 +394,8 @@ ACTIONS = (
     *(Machine.add,) * 7,
     *(Machine.abort,) * 2,
     *(Machine.break_passes,) * 2,
+    *(Machine.prepare,) * 3,
+    Machine.forget,
     Machine.misuse,
 )
 

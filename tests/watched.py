@@ -14,6 +14,7 @@ from torch import Tensor
 from speculant.cache import KVCache, KVStorage, Slots
 from speculant.drafting import DrafterNeeds, ModelDrafter, StatelessDrafter
 from speculant.models import Batch, Hidden
+from speculant.scheduling import PREPARED
 from speculant.types import DraftTree, Request
 from tests.oracle import OracleModel, V, extended, hashes_of, likeliest, prefix_hashes, require, scrambled
 
@@ -130,17 +131,20 @@ class CountedCache(KVCache):
         """Check that what is adopted was committed."""
         adopted = super().match_prefix(seq_id, tokens, cache_salt, limit)
         self._tally["prefix hits"] += adopted > 0
-        blocks = (self._live[seq_id].full_salt, tuple(tokens[: -(-adopted // self.block_size) * self.block_size]))
+        salt = cache_salt if seq_id == PREPARED else self._live[seq_id].full_salt
+        blocks = (salt, tuple(tokens[: -(-adopted // self.block_size) * self.block_size]))
         require(not adopted or blocks in self._committed, "a prefix that nobody of this salt committed")
         return adopted
 
     def insert_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Check that what is indexed was committed."""
         super().insert_prefix(seq_id, tokens)
-        request = self._live[seq_id]
+        salt, own = self._held[seq_id].cache_salt if seq_id in self._held else "", tokens
+        if seq_id != PREPARED:
+            salt, own = self._live[seq_id].full_salt, self._live[seq_id].tokens
         for end in range(self.block_size, min(self.length(seq_id), len(tokens)) + 1, self.block_size):
-            require(tokens[:end] == request.tokens[:end], "tokens are indexed that were not committed")
-            self._committed.add((request.full_salt, tuple(tokens[:end])))
+            require(tokens[:end] == own[:end], "tokens are indexed that were not committed")
+            self._committed.add((salt, tuple(tokens[:end])))
 
 
 class WatchedDrafter(ModelDrafter):

@@ -83,6 +83,9 @@ class EngineConfig:
     three quarters of the memory, on the native kernels; "auto" = the faster one here, timed for large models.
     weight_cache: where packed weights are kept, so that the next start maps them: a folder, "auto" (or True) for one in
     $XDG_CACHE_HOME/speculant, "off" (or False). The native kernels use it for models of 64 MiB or more.
+    prompt_cache: a folder in which the keys and values of prompts and texts are kept, so that no later request has to
+    compute them, even after a restart; None = they are kept in memory alone. Several processes may share it.
+    prompt_cache_size: the most bytes of its files, or text like "20GiB".
     learn: a folder in which drafters keep what they learn from texts, for later engines; they belong to whoever may
     read these files. None = nothing is kept.
     measure: forget what was measured on this machine (costs, and the types and packings chosen by them, of all models),
@@ -119,6 +122,8 @@ class EngineConfig:
     draft_quantization: str | None = "auto"
     weight_packing: str = "auto"
     weight_cache: str | os.PathLike[str] | bool = "auto"
+    prompt_cache: str | os.PathLike[str] | None = None
+    prompt_cache_size: int | str = "20GiB"
     learn: str | os.PathLike[str] | None = None
     measure: bool = False
     seed: int | None = None
@@ -133,6 +138,7 @@ class EngineConfig:
         object.__setattr__(self, "kv_cache_dtype", read_cache_dtype(self.kv_cache_dtype))
         check_fields(self, _ENGINE_CHECKS)
         self.kv_memory_bytes()
+        self.prompt_cache_bytes()
         if (rows := self.max_num_batched_tokens or USUAL_ROWS) < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={rows} is below max_num_seqs={self.max_num_seqs}",
@@ -160,6 +166,10 @@ class EngineConfig:
     def kv_memory_bytes(self) -> int | None:
         """Return kv_memory as a number of bytes; None = chosen from the free memory."""
         return None if self.kv_memory in (None, "auto") else read_bytes("kv_memory", self.kv_memory)
+
+    def prompt_cache_bytes(self) -> int:
+        """Return prompt_cache_size as a number of bytes."""
+        return read_bytes("prompt_cache_size", self.prompt_cache_size)
 
     def weight_cache_folder(self) -> Path | None:
         """Return the folder for packed weights; None = they are not kept."""
@@ -345,6 +355,7 @@ _ENGINE_CHECKS: Mapping[str, Check] = dict(
     model_backend=one_of(MODEL_BACKENDS),
     scheduling_policy=one_of(POLICIES),
     weight_cache=_check_weight_cache,
+    prompt_cache=optional(check_place),
     enable_prefix_caching=check_flag,
     measure=check_flag,
     find_drafts=check_flag,

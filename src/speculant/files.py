@@ -117,7 +117,7 @@ def delete_oldest(entries: Iterable[KeptFile], limit: int) -> list[KeptFile]:
     return delete(chosen)
 
 
-TEMPORARY = ".part"
+TEMPORARY = ".part"  # the suffix of files that are being written
 
 
 @contextmanager
@@ -194,6 +194,21 @@ def is_steady(spread: float) -> bool:
 def costs_folder() -> Path:
     """Return the folder of measurements."""
     return cache_folder("costs")
+
+
+def owner_of(salt: str) -> str:
+    """Return a digest of the part of a salt that names its owner; see `speculant.serving.http.clients.salt_of`."""
+    return digest_of("owner", salt.partition(":")[0].partition("/")[0])
+
+
+def salt_digest(salt: str) -> str:
+    """Return a digest of a salt."""
+    return digest_of("salt", salt)
+
+
+def digest_of(*facts: str) -> str:
+    """Return a short name for facts, which does not reveal them."""
+    return hashlib.sha256("\0".join(facts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def key_of(facts: Sequence[str]) -> str:

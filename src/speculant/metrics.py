@@ -360,10 +360,11 @@ class EngineMetrics:
     accepted_per_position[d] is how many at depth d, the root's children being at 0.
     drafter_errors counts calls of a drafter that raised, and drafts that broke its contract; none of them fails a
     request. Of the prompt tokens of ended requests, prefix_hit_tokens were found in the cache. The tokens of a source
-    are prompt tokens too. Blocks belong to the target's cache and have block_size positions. evicted_until: see
-    `BlockPool`. computed_tokens: prompt tokens computed and tokens generated; step_tokens[k] counts the steps with at
-    most STEP_TOKENS[k] and more than STEP_TOKENS[k - 1] of these tokens, and its last entry the steps with more than
-    any bound.
+    are prompt tokens too. disk_hit_tokens were read from the prompt cache on disk. prepared_tokens were computed ahead
+    of requests, and prepared_tokens_used of these were then found by one. Blocks belong to the target's cache and have
+    block_size positions. evicted_until: see `BlockPool`. computed_tokens: prompt tokens computed and tokens generated;
+    step_tokens[k] counts the steps with at most STEP_TOKENS[k] and more than STEP_TOKENS[k - 1] of these tokens, and
+    its last entry the steps with more than any bound.
     """
 
     steps: int = 0
@@ -387,6 +388,9 @@ class EngineMetrics:
     accepted_per_position: tuple[int, ...] = ()
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0
+    disk_hit_tokens: int = 0
+    prepared_tokens: int = 0
+    prepared_tokens_used: int = 0
     waiting: int = 0
     running: int = 0
     blocks_used: int = 0
@@ -517,11 +521,14 @@ _FIGURES: tuple[tuple[str, str, Kind, str, str], ...] = (
     ("num_preemptions", "preemptions", Counter, "engine", "Sequences preempted, for memory or for another client."),
     ("prefix_cache_queries", "prompt_tokens", Counter, "engine", "Prompt tokens looked up in the prefix cache."),
     ("prefix_cache_hits", "prefix_hit_tokens", Counter, "engine", "Prompt tokens found in the prefix cache."),
+    ("external_prefix_cache_hits", "disk_hit_tokens", Counter, "engine", "Tokens read from the prompt cache on disk."),
     ("gpu_prefix_cache_queries", "prompt_tokens", Counter, "server", "prefix_cache_queries under its older name."),
     ("gpu_prefix_cache_hits", "prefix_hit_tokens", Counter, "server", "prefix_cache_hits under its older name."),
     ("spec_decode_num_drafts", "drafts", Counter, "engine", "Drafts verified."),
     ("spec_decode_num_draft_tokens", "draft_tokens", Counter, "engine", "Draft tokens verified."),
     ("spec_decode_num_accepted_tokens", "accepted_tokens", Counter, "engine", "Draft tokens accepted."),
+    ("prepared_tokens", "prepared_tokens", Counter, "", "Prompt tokens computed ahead of a request."),
+    ("prepared_tokens_used", "prepared_tokens_used", Counter, "", "Those of them that a request then began with."),
     ("num_requests_running", "running", Gauge, "engine", "Sequences that run."),
     ("num_requests_waiting", "waiting", Gauge, "engine", "Sequences that wait for their first step, or for memory."),
     ("kv_cache_usage_perc", "blocks_share", Gauge, "engine", "Share of the cache in use, 1 = all."),

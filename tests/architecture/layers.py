@@ -44,7 +44,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "models": EVERYWHERE | {"cache", "sampling", "kernels", "plugins"},
     "drafting": EVERYWHERE | MODELS_AND_BELOW | {"text", "plugins"},
     "verification": EVERYWHERE | MODELS_AND_BELOW | {"plugins"},
-    "scheduling": EVERYWHERE | {"cache.base", "cache.paged"},
+    "scheduling": EVERYWHERE | {"cache.base", "cache.paged", "cache.prepared"},
     "lengths": EVERYWHERE | MODELS_AND_BELOW | {"scheduling", "drafting.base", "plugins"},
     "engine": EVERYWHERE | ENGINE_AND_BELOW,
     "serving": EVERYWHERE | ENGINE_AND_BELOW,

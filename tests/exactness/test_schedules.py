@@ -83,6 +83,9 @@ def test_nothing_is_lost_leaked_or_mixed_up(shard: int, schedules: int) -> None:
     expected = (*EVERYWHERE, *(PAGED if kind.cache == "paged" else ()))
     for happening in expected if kind.sources or kind.cache != "paged" else (*expected, "blocks given back"):
         assert tally[happening] >= schedules // 4, f"hardly any {happening}: a weak test"
+    if kind.cache == "paged" and not kind.sources:
+        assert tally["parts prepared"] >= schedules // 4
+        assert tally["prepared tokens used"] >= schedules // 16
     if kind.cache == "paged" and kind.drafter == "tree":
         assert tally["compactions"] >= schedules
 

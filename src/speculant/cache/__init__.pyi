@@ -12,6 +12,14 @@ from .base import (
     StateShape as StateShape,
     by_length as by_length,
 )
+from .disk import (
+    BlockFiles as BlockFiles,
+    belongs as belongs,
+    entries as entries,
+    model_of as model_of,
+    prune as prune,
+    verify as verify,
+)
 from .paged import (
     MEASURED as MEASURED,
     BlockPool as BlockPool,
@@ -25,6 +33,7 @@ from .paged import (
     first_seen as first_seen,
     part_of as part_of,
 )
+from .prepared import PART as PART, PreparedPrefixes as PreparedPrefixes
 from .storage import (
     NO_RECORDS as NO_RECORDS,
     RECORDS_OF_SEQUENCE as RECORDS_OF_SEQUENCE,
@@ -34,3 +43,4 @@ from .storage import (
     round_heads as round_heads,
     slotted_cache as slotted_cache,
 )
+from .stored import StoredPrefixes as StoredPrefixes

@@ -240,3 +240,15 @@ class KVStorage(Protocol):
     def move(self, moves: Moves) -> None:
         """Copy slots in every layer."""
         ...
+
+    def size(self, place: int, slots: Sequence[int]) -> int:
+        """Return the bytes of the content of some slots of a group of layers, or of some records (place: STATES)."""
+        ...
+
+    def dump(self, place: int, slots: Sequence[int]) -> memoryview:
+        """Return a copy of this content."""
+        ...
+
+    def load(self, place: int, slots: Sequence[int], content: memoryview) -> None:
+        """Write content that `dump` returned, maybe of other slots. It lies in memory that may be written to."""
+        ...

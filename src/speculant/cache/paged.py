@@ -70,6 +70,8 @@ from speculant.errors import CapacityError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from speculant.cache.stored import StoredPrefixes
+
 
 def first_seen(window: int | None, length: int) -> int:
     """Return the first position that a row at position `length` sees, and so does any later row."""
@@ -81,6 +83,7 @@ class PrefixNode:
     """The tokens of one full block. The root of a salt has no parent and no tokens.
 
     blocks: the group's block that holds these tokens, by index. users: how many sequences list the node, by group.
+    key: of its files on disk; empty = not made yet.
     """
 
     cache_salt: str
@@ -89,6 +92,7 @@ class PrefixNode:
     blocks: dict[PrefixIndex, int] = field(default_factory=dict)
     children: dict[tuple[int, ...], PrefixNode] = field(default_factory=dict)
     users: int = 0
+    key: bytes = b""
 
 
 class PrefixTree:
@@ -107,14 +111,14 @@ class PrefixTree:
         found: list[PrefixNode] = []
         node = self._roots.get(cache_salt)
         while node is not None:
-            node = node.children.get(self._tokens_of(tokens, len(found)))
+            node = node.children.get(self.tokens_of(tokens, len(found)))
             if node is not None:
                 found.append(node)
         return found
 
     def child(self, parent: PrefixNode, tokens: Sequence[int], index: int) -> PrefixNode:
         """Return the node of the `index`-th block of `tokens` below `parent`; make it if it is unknown."""
-        own = self._tokens_of(tokens, index)
+        own = self.tokens_of(tokens, index)
         node = parent.children.get(own)
         if node is None:
             node = parent.children[own] = PrefixNode(parent.cache_salt, parent, own)
@@ -154,7 +158,8 @@ class PrefixTree:
             for top in root.children.values():
                 yield from _subtree(top)
 
-    def _tokens_of(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
+    def tokens_of(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
+        """Return the tokens of a text's block."""
         return tuple(tokens[index * self.block_size : (index + 1) * self.block_size])
 
 
@@ -162,12 +167,14 @@ class PrefixIndex:
     """The blocks of one group of layers in a tree. nodes: by block.
 
     window: the positions that a row of the group's layers sees, None = all. With a window a block serves without those
-    before it. on_removed: called for a block that leaves because the whole prefix does.
+    before it. on_inserted: if there is one, it is called for a block that enters. on_removed: for one that leaves with
+    the whole prefix.
     """
 
     def __init__(self, tree: PrefixTree, window: int | None = None) -> None:
         self.tree, self.window = tree, window
         self.nodes: dict[int, PrefixNode] = {}
+        self.on_inserted: Callable[[PrefixNode, int], None] | None = None
         self.on_removed: Callable[[int], None] = lambda block: None
 
     def __contains__(self, block: int) -> bool:
@@ -177,11 +184,17 @@ class PrefixIndex:
         """Return the group's block of a node, if it has one."""
         return node.blocks.get(self)
 
+    def holds(self, node: PrefixNode) -> bool:
+        """Whether the index has a block of a node, which may have been removed."""
+        return self.nodes.get(node.blocks.get(self, -1)) is node
+
     def insert(self, node: PrefixNode, block: int) -> int:
         """Return the group's block of a node, which is `block` if it had none."""
         known = node.blocks.setdefault(self, block)
         if known == block:
             self.nodes[block] = node
+            if self.on_inserted is not None:
+                self.on_inserted(node, block)
         return known
 
     def remove(self, block: int) -> list[int]:
@@ -239,6 +252,21 @@ class BlockPool:
         """Indexed blocks that no sequence holds."""
         return len(self._kept)
 
+    def needed(self, length: int) -> range:
+        """Return which blocks of a text a row at position `length` sees, by number."""
+        return range(first_seen(self.window, length) // self.block_size, -(-length // self.block_size))
+
+    def known(self, has: Callable[[BlockPool, int], bool], length: int) -> int:
+        """Return `length`, or a shorter one, if the group lacks a block that a row after that many positions sees.
+
+        has: whether it has the block of a number.
+        """
+        if self.window is not None:
+            for index in self.needed(length):
+                if not has(self, index):
+                    return index * self.block_size
+        return length
+
     def is_writable(self, block: int, others: int = 0) -> bool:
         """Whether its holder may write to it: it is not indexed, and all its other holders will have copied it.
 
@@ -292,9 +320,10 @@ class BlockPool:
     def _evict(self) -> None:
         """Remove the least recently used block and its descendants from the index."""
         block, self.evicted_until = next(iter(self._kept.items()))
-        self._drop(block)
+        self.drop(block)
 
-    def _drop(self, block: int) -> None:
+    def drop(self, block: int) -> None:
+        """Remove a kept block and its descendants from the index."""
         for gone in self.index.remove(block):
             self._forget(gone)
 
@@ -483,7 +512,7 @@ class RecordPool(BlockPool):
             for node in held.prefix[held.border - 1 : held.border]:
                 last = self.index.block(node)
                 if last is not None and self.is_kept(last):
-                    self._drop(last)
+                    self.drop(last)
             held.border = index + 1
         return held.saved[-1].number
 
@@ -506,15 +535,21 @@ class RecordPool(BlockPool):
             return n
         else:
             self.release(held)
-            at = self.known(held.prefix, n)
+            at = self.known(indexed(held.prefix), min(n, len(held.prefix) * self.block_size))
             self.hold(held, held.prefix, at)
         self._free_saved(held)
         return at
 
-    def known(self, nodes: Sequence[PrefixNode], length: int) -> int:
-        """Return the end of the last of these blocks within `length` positions whose state is known; 0 = none is."""
-        for index in range(min(len(nodes), length // self.block_size), 0, -1):
-            if self.index.block(nodes[index - 1]) is not None:
+    @override
+    def needed(self, length: int) -> range:
+        """Return the number of the block whose end has the state; none for length 0."""
+        return range(max(0, length // self.block_size - 1), length // self.block_size)
+
+    @override
+    def known(self, has: Callable[[BlockPool, int], bool], length: int) -> int:
+        """Return the end of the last block within `length` positions whose state is known; 0 = none is."""
+        for index in range(length // self.block_size, 0, -1):
+            if has(self, index - 1):
                 return index * self.block_size
         return 0
 
@@ -565,13 +600,14 @@ class KVCache:
         self.storage, self.num_blocks, self.block_size = storage, num_blocks[0], block_size
         self.num_groups, self.max_len, self._keep_prefixes = len(windows), max_len, keep_prefixes
         self.is_windowed = any(window is not None for window in windows)
-        self._tree = PrefixTree(block_size)
+        self.tree = PrefixTree(block_size)
         self.pools = [
-            BlockPool(count, PrefixIndex(self._tree, window)) for count, window in zip(num_blocks, windows, strict=True)
+            BlockPool(count, PrefixIndex(self.tree, window)) for count, window in zip(num_blocks, windows, strict=True)
         ]
         # One group's, whose `evicted_until` tells which prefixes are gone; with a window some blocks are not missed.
         self.whole = next((pool for pool in self.pools if pool.window is None), self.pools[0])
-        self.records = RecordPool(*records, self._tree) if records[0] else None
+        self.records = RecordPool(*records, self.tree) if records[0] else None
+        self.stored: StoredPrefixes | None = None  # those on disk
         self._held: dict[int, CachedSequence] = {}
         self._nothing = self._new("")  # an unknown sequence
 
@@ -712,11 +748,10 @@ class KVCache:
         """
         if seq_id in self._held:
             raise ValueError(f"match_prefix for sequence {seq_id}, which is already held")
-        nodes, size = self._tree.match(tokens, cache_salt), self.block_size
+        nodes, size = self.tree.match(tokens, cache_salt), self.block_size
         most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
         length = longest = max(0, min(len(nodes) * size, most))
-        while (shorter := self._known(nodes, length)) < length:
-            length = shorter
+        length = self.known(indexed(nodes), length)
         tables = list[BlockTable]()
         for pool in self.pools:
             gone = first_seen(pool.window, length) // size
@@ -729,6 +764,24 @@ class KVCache:
                 held.parting = longest // size * size
         return length
 
+    def fetch(self, tokens: Sequence[int], cache_salt: str, seconds: float) -> bool:
+        """Bring what is on disk of a prefix into the prefix index; return False if there was not enough time."""
+        return self.stored is None or self.stored.fetch(tokens, cache_salt, seconds)
+
+    def mark_used(self, seq_id: int) -> None:
+        """Note on disk that the prefix of a sequence was used, and keep its states; call it when the sequence ends."""
+        if self.stored is not None and seq_id in self._held:
+            self.stored.mark_used(self._held[seq_id].prefix)
+
+    def slots(self, seq_id: int) -> list[list[int]]:
+        """Return the slots of all positions of a sequence, for each group of layers."""
+        held = self._held.get(seq_id, self._nothing)
+        return [table.slots(0, held.length) for table in held.tables]
+
+    def has_room(self, n: int) -> bool:
+        """Whether a new sequence finds room for n positions."""
+        return n <= self.max_len and all(-(-n // self.block_size) <= pool.num_free for pool in self.pools)
+
     def next_part(self, seq_id: int, end: int) -> tuple[int, int]:
         """Return a sequence's length, and how many of its next positions up to `end` a pass should compute.
 
@@ -737,10 +790,17 @@ class KVCache:
         held = self._held.get(seq_id, self._nothing)
         return held.length, (held.parting if held.length < held.parting < end else end) - held.length
 
-    def _known(self, nodes: Sequence[PrefixNode], length: int) -> int:
-        """Return `length`, or a shorter one, if something lacks that a row after that many positions needs."""
-        known = min(_known(pool, nodes, length) for pool in self.pools)
-        return known if self.records is None else self.records.known(nodes, known)
+    def known(self, has: Callable[[BlockPool, int], bool], length: int) -> int:
+        """Return `length`, or a shorter one, so that nothing lacks that a row after that many positions needs.
+
+        has: whether a group, or the states, have the block of a number.
+        """
+        while True:
+            known = min(pool.known(has, length) for pool in self.pools)
+            known = known if self.records is None else self.records.known(has, known)
+            if known == length:
+                return length
+            length = known
 
     def insert_prefix(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Add the sequence's positions of the committed `tokens`, its first ones in order, to the prefix index.
@@ -753,8 +813,8 @@ class KVCache:
         if held is None or not self._keep_prefixes:
             return
         for index in range(len(held.prefix), min(held.length, len(tokens)) // self.block_size):
-            parent = held.prefix[-1] if held.prefix else self._tree.root(held.cache_salt)
-            node = self._tree.child(parent, tokens, index)
+            parent = held.prefix[-1] if held.prefix else self.tree.root(held.cache_salt)
+            node = self.tree.child(parent, tokens, index)
             for table in held.tables:
                 if index >= table.given_back:
                     block = table.pool.index.insert(node, table.blocks[index])
@@ -767,12 +827,55 @@ class KVCache:
         if held.saved and self.records is not None:
             self.records.index_saved(held)
 
+    @property
+    def _all_pools(self) -> Sequence[BlockPool]:
+        return (*self.pools, *([self.records] if self.records else []))
+
     def forget_prefixes(self) -> bool:
         """Empty the prefix index, except for positions that sequences hold; return whether it is empty."""
-        pools = [*self.pools, *([self.records] if self.records else [])]
-        for pool in pools:
+        for pool in self._all_pools:
             pool.drop_kept()
-        return not any(pool.index.nodes for pool in pools)
+        return not any(pool.index.nodes for pool in self._all_pools)
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether sequences may begin with the positions of others."""
+        return self._keep_prefixes
+
+    def prefix(self, seq_id: int) -> Sequence[PrefixNode]:
+        """Return the nodes of the prefix index that a sequence lists: those of its first full blocks."""
+        return self._held.get(seq_id, self._nothing).prefix
+
+    def known_blocks(self, tokens: Sequence[int], cache_salt: str = "") -> int:
+        """Return how many full blocks of `tokens`, from the first one on, have a node in the prefix index."""
+        return len(self.tree.match(tokens, cache_salt))
+
+    def has(self, node: PrefixNode) -> bool:
+        """Whether a node is still in the prefix index, with blocks."""
+        return any(pool.index.holds(node) for pool in self._all_pools)
+
+    def forget(self, node: PrefixNode) -> bool:
+        """Drop the blocks of a node, and in groups without a window all after it, unless a sequence holds one of them.
+
+        Returns whether they were dropped.
+        """
+        own = [(pool, node.blocks[pool.index]) for pool in self._all_pools if pool.index.holds(node)]
+        if not own or not all(pool.is_kept(block) for pool, block in own):
+            return False
+        for pool, block in own:
+            if pool.index.holds(node):  # else it left with the block of another group
+                pool.drop(block)
+        return True
+
+    def forget_state(self, node: PrefixNode) -> None:
+        """Drop the record of the state at the end of a node's block, unless a sequence holds it."""
+        number = None if self.records is None else self.records.index.block(node)
+        if self.records is not None and number is not None and self.records.is_kept(number):
+            self.records.drop(number)
+
+    def part_at(self, seq_id: int, end: int) -> None:
+        """Let the pass that ends at a position keep the state there: others will begin with it."""
+        self._held[seq_id].parting = end
 
     def release(self, seq_id: int) -> None:
         """Free a sequence; an unknown one is ignored."""
@@ -806,7 +909,7 @@ class KVCache:
                 indexed, own = [index.block(node) for node in held.prefix[first:]], table.blocks[first:]
                 assert indexed == own[: len(indexed)], "the index has another block than the sequence"
                 assert first * self.block_size <= first_seen(table.pool.window, held.length), "a block is missing"
-        self._tree.check(node for held in sequences for node in held.prefix)
+        self.tree.check(node for held in sequences for node in held.prefix)
         if self.records is not None:
             self.records.check(Counter(each.number for held in sequences for each in held.records))
             for held in sequences:
@@ -874,17 +977,12 @@ class KVCache:
             node = held.prefix.pop()
             node.users -= 1
             if not node.blocks:
-                self._tree.prune(node)
+                self.tree.prune(node)
 
 
-def _known(pool: BlockPool, nodes: Sequence[PrefixNode], length: int) -> int:
-    """Return `length`, or a shorter one, if a group lacks a block that a row after that many positions sees."""
-    size = pool.block_size
-    if pool.window is not None:
-        for index in range(first_seen(pool.window, length) // size, -(-length // size)):
-            if pool.index.block(nodes[index]) is None:
-                return index * size
-    return length
+def indexed(nodes: Sequence[PrefixNode]) -> Callable[[BlockPool, int], bool]:
+    """Return whether a group has indexed the block of one of these nodes."""
+    return lambda pool, index: pool.index.block(nodes[index]) is not None
 
 
 def _block_of(index: PrefixIndex, node: PrefixNode) -> int:
@@ -989,6 +1087,7 @@ class Source:
 
     seq_id: int
     tokens: tuple[int, ...]
+    cache_salt: str = ""
     holders: set[int] = field(default_factory=set)
     states: Tensor | None = None
 
@@ -1007,8 +1106,10 @@ class Sources:
         if seq_id not in self._held:
             key = cache_salt, tuple(tokens)
             if key not in self._by_key:
-                self._by_key[key] = Source(self._next_id, key[1])
+                source = self._by_key[key] = Source(self._next_id, key[1], cache_salt)
                 self._next_id -= 1
+                if self._cache.stored is not None:
+                    self._cache.stored.load_source(source)
             self._held[seq_id] = key, self._by_key[key]
         source = self._held[seq_id][1]
         source.holders.add(seq_id)

@@ -15,6 +15,7 @@ csrc/rows.h rounds in the same way, with the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from speculant.cache.base import NO_MOVES, SCALE_BYTES, CacheShape, KVStorage, LayerGroup, Moves
+from speculant.cache.disk import STATES
 from speculant.cache.paged import KVCache
 from speculant.errors import CapacityError
 from speculant.kernels import empty
@@ -101,12 +103,48 @@ class TensorStorage(KVStorage):
             if own.sources:  # the gather makes a copy, so sources and targets may overlap
                 data.index_copy_(2, self._ids(own.targets), data.index_select(2, self._ids(own.sources)))
 
+    @override
+    def size(self, place: int, slots: Sequence[int]) -> int:
+        parts = self._parts(place)
+        return len(slots) * sum(each.numel() // each.shape[dim] * each.element_size() for each, dim in parts)
+
+    @override
+    def dump(self, place: int, slots: Sequence[int]) -> memoryview:
+        parts = [_rows(each, dim, slots).contiguous().view(torch.uint8).flatten() for each, dim in self._parts(place)]
+        return torch.cat(parts).cpu().numpy().data
+
+    @override
+    def load(self, place: int, slots: Sequence[int], content: memoryview) -> None:
+        rest = torch.frombuffer(content, dtype=torch.uint8)
+        for each, dim in self._parts(place):
+            shape = [*each.shape[:dim], len(slots), *each.shape[dim + 1 :]]
+            size = math.prod(shape) * each.element_size()
+            own = rest[:size].view(each.dtype).view(shape).to(each.device)
+            if isinstance(slots, range):
+                _rows(each, dim, slots).copy_(own)
+            else:
+                each.index_copy_(dim, ids(slots).to(each.device), own)
+            rest = rest[size:]
+
+    def _parts(self, place: int) -> list[tuple[Tensor, int]]:
+        """Return the memory of a group of layers, or of all records, with the dimension of slots or records."""
+        if place == STATES:
+            return [(records, 0) for records in self._records.values()]
+        return [(data, 2) for group, data in zip(self._groups, self._data, strict=True) if group == place]
+
     def _read(self, stored: Tensor) -> Tensor:
         """Return stored heads in the model's type."""
         return read_heads(stored, self._shape.dtype) if self._shape.is_rounded else stored.to(self._shape.dtype)
 
     def _ids(self, slots: Sequence[int]) -> Tensor:
         return ids(slots).to(self._data[0].device)
+
+
+def _rows(data: Tensor, dim: int, slots: Sequence[int]) -> Tensor:
+    """Return slots of a tensor; a view if they are consecutive."""
+    if isinstance(slots, range):
+        return data.narrow(dim, slots.start, len(slots))
+    return data.index_select(dim, ids(slots).to(data.device))
 
 
 def _alike(shape: CacheShape, groups: Sequence[LayerGroup]) -> dict[tuple[int, int, int], list[int]]:

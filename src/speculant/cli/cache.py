@@ -16,12 +16,22 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from speculant.cache import belongs, entries as prompt_files, model_of, verify as verify_prompt
 from speculant.cli.flags import accepts_log_level
 from speculant.cli.terminal import command_group, examples, print_json, results
 from speculant.config import read_bytes
-from speculant.engine import LearnedFiles, owner_of, salt_digest
+from speculant.engine import LearnedFiles
 from speculant.errors import ConfigError
-from speculant.files import KeptFile, cache_folder, delete, delete_oldest, entries_of, remove_abandoned
+from speculant.files import (
+    KeptFile,
+    cache_folder,
+    delete,
+    delete_oldest,
+    entries_of,
+    owner_of,
+    remove_abandoned,
+    salt_digest,
+)
 from speculant.serving import key_digest
 
 EXAMPLES = examples(
@@ -44,6 +54,7 @@ class KeptKind(NamedTuple):
 
 KINDS: Mapping[str, KeptKind] = {
     "learned": KeptKind(LearnedFiles.entries, LearnedFiles.verify, LearnedFiles.model_of, LearnedFiles.belongs),
+    "prompt": KeptKind(prompt_files, verify_prompt, model_of, belongs),
     "weights": KeptKind(lambda folder: entries_of(folder.glob("*.weights"), "weights")),
     "costs": KeptKind(lambda folder: entries_of(folder.glob("*.json"), "costs")),
 }
@@ -134,8 +145,8 @@ def verify(folder: Folder = None, as_json: AsJson = False) -> None:
 @accepts_log_level
 def forget(
     folder: Folder = None,
-    salt: Annotated[str | None, typer.Option(help="Only what was learned for this cache_salt.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="Only what was learned for this API key of a server.")] = None,
+    salt: Annotated[str | None, typer.Option(help="Only what this cache_salt left.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Only what this API key of a server left.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Delete all files, or those of one cache_salt or API key.
@@ -194,10 +205,11 @@ def _listed(folder: Path | None) -> Iterator[tuple[Path, list[KeptFile]]]:
 
 def _row(folder: Path, entries: list[KeptFile]) -> dict[str, Any]:
     """Describe the files of one kind in a folder."""
-    models, model_of = Counter[str](), KINDS[entries[0].kind].model_of
-    for entry in entries if model_of is not None else ():
-        with suppress(OSError, ValueError):  # it is damaged, or was deleted meanwhile
-            models[model_of(entry.path)] += 1
+    models, described_by = Counter[str](), KINDS[entries[0].kind].model_of
+    if described_by is not None:
+        for entry in entries:
+            with suppress(OSError, ValueError):  # it is damaged, or was deleted meanwhile
+                models[described_by(entry.path)] += 1
     return {
         "kind": entries[0].kind,
         "folder": str(folder),

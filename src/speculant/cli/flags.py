@@ -176,6 +176,8 @@ class EngineFlags(FlagGroup):
         str, "How bfloat16 weights are stored: plain, 12bit (the same bits) or auto (faster here)."
     ]
     weight_cache: Annotated[str, "Where packed weights are kept for the next start: a folder, auto or off."]
+    prompt_cache: Annotated[str, "A folder that keeps keys and values of prompts, so that none is computed twice."]
+    prompt_cache_size: Annotated[str, "The most bytes of that folder, such as 20GiB."]
     learn: Annotated[str, "A folder for what drafts learn from texts, so that it outlives a restart; see the manual."]
     measure: Annotated[bool, "Forget the costs that were measured on this machine, and measure anew."]
     seed: Annotated[int, "Seed for requests without their own seed, so that their texts are reproducible."]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TextIO
 
@@ -33,7 +35,10 @@ from speculant.scale import REPLICA_FIELDS, ReplicaOptions, check_ray, replica_r
 from speculant.serving import ServerOptions
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from speculant.engine import AsyncEngine
+    from speculant.serving import ModelSource
 
 
 LISTENING = "Listening at"  # the address follows
@@ -42,6 +47,7 @@ EXAMPLES = examples(
     "speculant serve ./llama --draft-model ./llama-small --host 0.0.0.0 --api-key secret --served-model-name llama",
     "SPECULANT_API_KEY=secret speculant serve ./qwen --metrics-prefix vllm --port 9000",
     "speculant serve ./llama --draft-model ./llama-small --replicas 1:4 --replica-cores 8",
+    "speculant serve ./qwen small=./smollm.gguf --memory 24GiB",
     "curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{\"prompt\": \"import os\"}'",
 )
 
@@ -94,7 +100,9 @@ class ServerFlags(FlagGroup):
     trusted_proxies: Annotated[list[str], "Proxy (address or network) whose X-Forwarded-For counts; can be repeated."]
     client_weights: Annotated[str, 'File with the weights of API keys: {"KEY": 2.0, ...} [default: all have 1].']
     client_header: Annotated[str, "Header in which a trusted proxy names its users, such as X-OpenWebUI-User-Id."]
+    turns_ahead: Annotated[bool, "Read the certain beginning of a chat's next prompt while nothing runs."]
     priority_range: Annotated[str, "LOW:HIGH, the priorities that requests may have [default: they have no effect]."]
+    memory: Annotated[str, "Memory of all loaded models, if there are several [default: half of what is free]."]
 
     aliases: ClassVar[Mapping[str, str]] = {  # vLLM's names
         "otlp_endpoint": "--otlp-traces-endpoint",
@@ -191,9 +199,12 @@ class VllmFlags(FlagGroup):
 
 @accepts_flags
 def serve(
-    target: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="The target: a folder or GGUF file, a Hugging Face id, or demo."),
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME=]MODEL...",
+            help="The target: a folder or GGUF file, a Hugging Face id, or demo. Of several, requests name one.",
+        ),
     ] = None,
     chat_template: ChatTemplate = None,
     *,
@@ -202,15 +213,26 @@ def serve(
     replicas: ReplicaFlags,
     vllm: VllmFlags,
 ) -> None:
-    """Serve a model over HTTP, in the shape of OpenAI's API.
+    """Serve a model, or several, over HTTP, in the shape of OpenAI's API.
 
-    /health answers while the model loads. After SIGTERM or Ctrl-C the server ends once the running requests have
-    ended. Ctrl-C during loading ends it at once.
+    /health answers while the model loads. Of several models, each is loaded when a request first names it. After
+    SIGTERM or Ctrl-C the server ends once the running requests have ended. Ctrl-C during loading ends it at once.
 
     vLLM's other flags are read too (docs/vllm.md).
     """
-    engine.name_model(target)
-    values, options = read_arguments({**engine.values(), **vllm.arguments()}), server.options()
+    models, options = named_models(targets or []), server.options()
+    if len(models) > 1:
+        given = {**engine.parsed(), **vllm.arguments()}
+        if chat_template is not None:
+            given["chat_template"] = chat_template
+        if "SPECULANT_MODEL" in os.environ:
+            del given["model"]
+        run_several(models, given, options, replicas.options())
+        return
+    for name, model in models:
+        engine.name_model(model)
+        options = options if name is None else _with_name(options, name)
+    values = read_arguments({**engine.values(), **vllm.arguments()})
     config, template = EngineConfig.from_arguments(**configured(values)), given_template(chat_template)
     values |= {} if template is None else {"chat_template": template}
     run(values, options, config, replicas.options())
@@ -223,24 +245,14 @@ def run(
 
     Raises the error of a load that failed, and ConfigError for an address in use.
     """
-    try:
-        from speculant.serving import Server, make_app
-    except ImportError as error:
-        raise ConfigError(
-            f"the server's packages are not installed: {error}", 'pip install -c constraints.txt "speculant[serve]"'
-        ) from error
-
-    if options.access_log != "none":
-        _print_access_log()
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns about each write to a client that has disconnected
+    make_app = _application_maker()
     short = name_of(values["model"])
     name = (*options.served_model_names, short)[0]
 
     described: list[str] = []
 
     def describe(speculating: bool, speculation: str, context: str, place: str = "") -> None:
-        state = f"speculation is {'on' if speculating else 'off'}: {speculation}"
-        described.append(f"{name}: ready{place}; {state}; context: {context}")
+        described.append(_ready(name, speculating, speculation, context, place))
 
     if replicas is None:
         app = make_app(partial(_load, values, describe), options, [short, values["model"]])
@@ -249,17 +261,129 @@ def run(
         from speculant.scale import LocalReplicas, make_front
 
         app = make_front(LocalReplicas(values, options, replicas, describe), options)
+    _serve(app, options, f"loading {name}", [config], lambda: messages().print(*described))
+    if app.state.server.load_error is not None:
+        raise app.state.server.load_error
+
+
+def _application_maker() -> Callable[..., FastAPI]:
+    """Return `make_app`. Raises ConfigError if packages are missing."""
+    try:
+        from speculant.serving import make_app
+    except ImportError as error:
+        raise ConfigError(
+            f"the server's packages are not installed: {error}", 'pip install -c constraints.txt "speculant[serve]"'
+        ) from error
+    return make_app
+
+
+def _serve(
+    app: FastAPI,
+    options: ServerOptions,
+    doing: str,
+    configs: Sequence[EngineConfig],
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve until a signal, once the models are there. doing: follows the address in the message."""
+    from speculant.serving import Server
+
+    if options.access_log != "none":
+        _print_access_log()
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns about each write to a client that has disconnected
     server = Server(
         app,
         options,
-        lambda address: messages().print(f"{LISTENING} {address} (also with a browser); loading {name}"),
+        lambda address: messages().print(f"{LISTENING} {address} (also with a browser); {doing}"),
         end_at_once,
-        lambda: messages().print(*described),
+        on_ready,
     )
-    fetch(config)
+    for config in configs:
+        fetch(config)
     server.run()
-    if app.state.server.load_error is not None:
-        raise app.state.server.load_error
+
+
+def _ready(name: str, speculating: bool, speculation: str, context: str, place: str = "") -> str:
+    state = f"speculation is {'on' if speculating else 'off'}: {speculation}"
+    return f"{name}: ready{place}; {state}; context: {context}"
+
+
+_NAME = re.compile(r"[\w./:@+-]+")
+_OF_ONE_MODEL = ("model", "revision", "tokenizer", "tokenizer_revision", "chat_template")
+
+
+def named_models(given: Sequence[str]) -> list[tuple[str | None, str]]:
+    """Read arguments [NAME=]MODEL; None = no name is given. Raises ConfigError."""
+    found = list[tuple[str | None, str]]()
+    for each in given:
+        name, equals, model = each.partition("=")
+        if not equals or os.path.exists(each):
+            found.append((None, each))
+        elif model and _NAME.fullmatch(name):
+            found.append((name, model))
+        else:
+            raise ConfigError(f"{each!r} is not NAME=MODEL", "write for example small=./smollm.gguf.")
+    return found
+
+
+def _with_name(options: ServerOptions, name: str) -> ServerOptions:
+    if options.served_model_names:
+        raise ConfigError("the model has a NAME, and --served-model-name", "leave out one of the two.")
+    return replace(options, served_model_names=(name,))
+
+
+def run_several(
+    models: Sequence[tuple[str | None, str]],
+    values: dict[str, Any],
+    options: ServerOptions,
+    replicas: ReplicaOptions | None = None,
+) -> None:
+    """Serve several models until a signal. values: the engines' arguments. Raises ConfigError."""
+    named = [name for name in _OF_ONE_MODEL if name in values]
+    flag = f"--{named[0].replace('_', '-')}" if named else "--served-model-name" if options.served_model_names else ""
+    if flag:
+        raise ConfigError(
+            f"{flag} is about one model, and {len(models)} are served",
+            "leave it out: a name is written NAME=MODEL, and drafts near a model are found.",
+        )
+    if replicas is not None:
+        raise ConfigError(f"{len(models)} models are served, and replicas are of one", "leave out one of the two.")
+    names = [(name or name_of(model), *([] if name else [model])) for name, model in models]
+    for place, own in enumerate(names):
+        if taken := [name for name in own if any(name in other for other in names[:place])]:
+            raise ConfigError(f"two models are called {taken[0]!r}", "name one of them: NAME=MODEL.")
+    make_app, arguments = _application_maker(), read_arguments(values)
+    if arguments.get("kv_memory") in (None, "auto"):
+        arguments["kv_memory"] = max(1, options.memory_bytes() // (2 * len(models)))
+    configs = [EngineConfig.from_arguments(**configured({**arguments, "model": model})) for _, model in models]
+    for config in configs:
+        spec = config.speculative()
+        if spec is not None and spec.model is not None:
+            raise ConfigError("a draft is for one model, and several are served", "leave it out: drafts are found.")
+    sources = _sources(names, configs, arguments)
+    shown = ", ".join(own[0] for own in names)
+    _serve(make_app(sources, options), options, f"{shown} are loaded when a request names them", configs)
+
+
+def _sources(
+    names: Sequence[Sequence[str]], configs: Sequence[EngineConfig], arguments: Mapping[str, Any]
+) -> list[ModelSource]:
+    """Return how each model is loaded. Their engines step in turns."""
+    from speculant.engine import FairSteps, expected_bytes
+    from speculant.serving import ModelSource
+
+    steps = FairSteps()
+
+    def load(name: str, model: str) -> AsyncEngine:
+        values = {**arguments, "model": model, "steps": steps}
+        return _load(values, lambda *facts: messages().print(_ready(name, *facts)))
+
+    def expected(config: EngineConfig) -> int:
+        return expected_bytes(config) + (config.kv_memory_bytes() or 0)
+
+    return [
+        ModelSource(own, partial(load, own[0], config.model), partial(expected, config))
+        for own, config in zip(names, configs, strict=True)
+    ]
 
 
 def _load(values: dict[str, Any], describe: Callable[..., None]) -> AsyncEngine:

@@ -353,11 +353,13 @@ class DraftModels:
 
     load: loads a checkpoint by name and fits its vocabulary to the target's; see `LoadDraft`.
     vocabulary_of: returns how a loaded draft model reads the target's texts; None = token by token, as they are.
+    keep_prompts: lets a loaded draft model's cache keep its prompts on disk, if the engine does.
     round_head: returns the context whose target computes a head in the type that was configured, or is fastest.
     """
 
     load: LoadDraft
     vocabulary_of: Callable[[CausalLM], MappedVocabulary | None] = lambda model: None
+    keep_prompts: Callable[[CausalLM, KVCache], None] = lambda model, cache: None
     round_head: Callable[[Build, DrafterContext], DrafterContext] = lambda build, context: context
 
 

@@ -364,7 +364,7 @@ class Drafters(CompositeDrafter):
     make: makes a drafter when a request first names it; it raises ConfigError for a method that a request can't use.
     default_length: how many tokens a method drafts unless its drafter announces a number. absence: why there is no
     default method. num_layers: the target's; a drafter that needs another layer is refused. prices: those of
-    `DrafterContext`, by method.
+    `DrafterContext`, by method. weight_bytes: of the draft models.
     """
 
     def __init__(
@@ -376,8 +376,9 @@ class Drafters(CompositeDrafter):
         absence: str = "it was made without a drafter",
         num_layers: int | None = None,
         prices: Mapping[str, DraftPrice] = MappingProxyType({}),
+        weight_bytes: int = 0,
     ) -> None:
-        self._prices = prices
+        self._prices, self.weight_bytes = prices, weight_bytes
         self.default, self._make, self._default_length, self.absence = default, make, default_length, absence
         self._num_layers, self._by_method = num_layers, dict[str, GuardedDrafter]()
         self.needs_by_method: dict[str | None, DrafterNeeds] = {}  # of the drafters that were made

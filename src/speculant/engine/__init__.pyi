@@ -5,6 +5,7 @@ from .build import (
     build_drafters as build_drafters,
     build_engine as build_engine,
     build_verifiers as build_verifiers,
+    expected_bytes as expected_bytes,
     load_target as load_target,
     load_tokenizer as load_tokenizer,
     load_verifiers as load_verifiers,
@@ -13,6 +14,7 @@ from .build import (
 from .commit import Committed as Committed, fail as fail, roll_back as roll_back
 from .draft_loading import DraftLoader as DraftLoader, draft_vocabulary as draft_vocabulary
 from .engine import Engine as Engine, EngineOptions as EngineOptions
+from .fair_steps import FairSteps as FairSteps
 from .generation import (
     REFUSED as REFUSED,
     ExplicitEncoderDecoderPrompt as ExplicitEncoderDecoderPrompt,
@@ -30,8 +32,6 @@ from .learning import (
     LearnedFiles as LearnedFiles,
     Learning as Learning,
     UnusableFileError as UnusableFileError,
-    owner_of as owner_of,
-    salt_digest as salt_digest,
 )
 from .llm import (
     LLM as LLM,

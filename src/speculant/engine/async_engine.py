@@ -16,7 +16,7 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
@@ -25,26 +25,33 @@ from typing import Any, Self
 
 from speculant.engine.build import Runtime
 from speculant.engine.engine import Engine
+from speculant.engine.fair_steps import FairSteps
 from speculant.engine.frontend import Frontend, takes
 from speculant.engine.generation import Generation, Prompt, StreamPiece
-from speculant.errors import EngineClosedError, EngineDeadError, SpeculantError
+from speculant.errors import EngineClosedError, EngineDeadError, RequestError, SpeculantError
 from speculant.metrics import EngineMetrics
 from speculant.params import SamplingParams
+from speculant.scheduling import Preparation
 from speculant.types import ANYONE, Client, RequestOutput, Sender, StepOutput
 
+_IDLE_S = 0.01  # in which a preparation waits for the others' steps, before new requests are looked for
 _LONGEST_EXIT = 10.0  # seconds that a step under way may delay the interpreter's exit
 
 
 class AsyncEngine(Frontend[AsyncGenerator[StreamPiece, None]]):
     """Serves requests from any number of tasks, event loops and threads, all in one batch.
 
-    Arguments are the fields of `EngineConfig`, see `Frontend`. As a context manager it drains when the
-    block ends, and aborts when the block is left by an exception.
+    Arguments are the fields of `EngineConfig`, see `Frontend`. steps: shared with other engines, so that these step one
+    at a time; None = it steps whenever it has work. As a context manager it drains when the block ends, and aborts when
+    the block is left by an exception.
     """
 
-    def __init__(self, model: str, draft_model: str | None = None, **arguments: Any) -> None:
+    def __init__(
+        self, model: str, draft_model: str | None = None, *, steps: FairSteps | None = None, **arguments: Any
+    ) -> None:
+        self._steps = steps
         super().__init__(model, draft_model, **arguments)
-        self._thread = EngineThread(self._runtime)
+        self._thread = EngineThread(self._runtime, steps)
         weakref.finalize(self, _abandon, self._thread)
 
     @property
@@ -116,6 +123,21 @@ class AsyncEngine(Frontend[AsyncGenerator[StreamPiece, None]]):
     async def chat(self, *arguments: Any, **named: Any) -> RequestOutput:
         """Answer one conversation; arguments and errors are those of `stream_chat`."""
         return await _output(self.stream_chat(*arguments, **named))
+
+    async def prefill(self, prompt: Prompt, *, cache_salt: str = "", client: Client = ANYONE) -> Preparation:
+        """Queue a prompt that is read while no request waits or runs; return once it is queued.
+
+        Later prompts that begin alike, with the same salt, find these tokens in the prefix cache. It delays another
+        request by one short step at most. Of many preparations of a client the oldest ends early, and so do all when
+        the engine is shut down. `Preparation.done` is set in the end.
+
+        Text is tokenised in the caller's loop. Raises RequestError for a prompt that can't be prepared, and the errors
+        of `check_health`.
+        """
+        given, own = self._read_prompt(prompt)
+        if own and cache_salt not in ("", own):
+            raise RequestError("the prompt and the call have different cache salts", "give one of them.")
+        return await asyncio.wrap_future(self._thread.prepare(given.tokens, Sender(client, 0, own or cache_salt)))
 
     async def shutdown(self, drain: bool) -> None:
         """Refuse new requests, finish the accepted ones (drain) or abort them, and end the thread.
@@ -196,8 +218,9 @@ class EngineThread:
     `metrics` are a copy, as of the last step. `ended` is done when no stream will get anything more.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, steps: FairSteps | None = None) -> None:
         self.metrics: EngineMetrics = replace(runtime.engine.metrics)
+        self._steps = steps
         self.ended: Future[None] = Future()
         self.ended.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
         self._tokenizer = runtime.tokenizer
@@ -239,6 +262,15 @@ class EngineThread:
         """End a generation before the next step; its stream gets the last piece of each sample that still runs."""
         self._inbox.put(partial(self._finish, request_id=request_id))
 
+    def prepare(self, tokens: Sequence[int], sender: Sender) -> Future[Preparation]:
+        """Queue a prompt to be read ahead; see `Engine.prepare`. Raises the errors of `check`."""
+        made = Future[Preparation]()
+        made.set_running_or_notify_cancel()
+        with self._lock:
+            self.check()
+            self._inbox.put(partial(self._prepare, tokens=tokens, sender=sender, made=made))
+        return made
+
     def has_begun(self, request_id: str) -> bool:
         """Whether a generation that has not ended has taken part in a pass."""
         stream = self._open.get(request_id)
@@ -262,7 +294,9 @@ class EngineThread:
         try:
             while not self._leaving or engine.has_unfinished():
                 self._process_inbox(engine)
-                self._step(engine)
+                with self._turn(engine) as its_turn:
+                    if its_turn:
+                        self._step(engine)
         except BaseException as error:
             self._cause = error
             raise  # for the traceback on standard error
@@ -270,10 +304,18 @@ class EngineThread:
             self._end(engine)
 
     def _process_inbox(self, engine: Engine) -> None:
-        """Run the calls in the inbox; if nothing runs, wait for the first one."""
-        for _ in range(max(self._inbox.qsize(), not engine.has_unfinished())):
+        """Run the calls in the inbox; if nothing runs and nothing is prepared, wait for the first one."""
+        for _ in range(max(self._inbox.qsize(), not (engine.has_unfinished() or engine.prepares))):
             self._inbox.get()(engine)
         self.metrics = replace(engine.metrics)
+
+    def _turn(self, engine: Engine) -> AbstractContextManager[bool]:
+        """Return a context in which no other engine steps that shares the turns; it yields False if one has to."""
+        if self._steps is None:
+            return nullcontext(True)
+        if engine.prepares and not engine.has_unfinished():
+            return self._steps.idle_turn(self, _IDLE_S)
+        return self._steps.turn(self, engine.has_unfinished)
 
     def _step(self, engine: Engine) -> None:
         outputs: dict[str, list[StepOutput]] = {}
@@ -310,6 +352,14 @@ class EngineThread:
         except Exception as error:  # noqa: BLE001 - its error must not affect the others
             stream.send([_End(error)])
 
+    def _prepare(self, engine: Engine, tokens: Sequence[int], sender: Sender, made: Future[Preparation]) -> None:
+        try:
+            if self._cause is not None:
+                raise self._death()
+            made.set_result(engine.prepare(tokens, sender))
+        except Exception as error:  # noqa: BLE001 - its error must not affect the others
+            made.set_exception(error)
+
     def _abort(self, engine: Engine, stream: PieceStream) -> None:
         """End a generation; an earlier or later one with the same id is not affected."""
         request_id = stream.generation.request_id
@@ -330,11 +380,14 @@ class EngineThread:
             error = EngineClosedError("the engine was shut down before this request ended", "send it to another one.")
             stream.send([_End(error)])
 
-    def _leave(self, _engine: Engine) -> None:
+    def _leave(self, engine: Engine) -> None:
         self._leaving = True
+        engine.drop_preparations()
 
     def _end(self, engine: Engine) -> None:
         """End all streams with an error; from now on `add` refuses. A stream that has ended ignores it."""
+        if self._steps is not None:
+            self._steps.leave(self)
         with self._lock:
             self._closed = True
         self._open.clear()
@@ -343,6 +396,7 @@ class EngineThread:
         self._readers.clear()
         while not self._inbox.empty():
             self._inbox.get()(engine)
+        engine.drop_preparations()
         atexit.unregister(self._exit)
         engine.close()
         self.ended.set_result(None)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speculant import plugins
 from speculant.cache import CacheShape, KVCache
@@ -40,15 +40,26 @@ from speculant.drafting import (
 from speculant.drafting.methods import KIND
 from speculant.engine.draft_loading import DraftLoader
 from speculant.engine.engine import Engine, EngineOptions
-from speculant.engine.learning import LearnedFiles, Learning, vocabulary_digest
+from speculant.engine.fair_steps import FairSteps
 from speculant.engine.memory import CacheMemory
 from speculant.engine.nearby import FoundDraft, find_drafts
 from speculant.engine.precision import AUTO, LARGE_BYTES, HeadRounding, rounded
+from speculant.engine.prompt_cache import open_prompt_cache
 from speculant.errors import CapacityError, ConfigError, ModelError, PairError, RequestError, SpeculantError
 from speculant.files import forget_measured
-from speculant.lengths import LONGEST, START_S, Calibration, DraftLength, DraftLengthContext, completed
+from speculant.lengths import (
+    LONGEST,
+    SLICE_S,
+    START_S,
+    Calibration,
+    DraftLength,
+    DraftLengthContext,
+    Measurement,
+    completed,
+)
 from speculant.models import (
     Checkpoint,
+    CheckpointFiles,
     background,
     check_loading,
     find_backends,
@@ -57,15 +68,23 @@ from speculant.models import (
     resolve_source,
     resolve_tokenizer,
     scratch_of,
+    stored_bytes,
+    tensor_shapes,
+    weight_bytes_of,
 )
 from speculant.sampling import KeyedChances
 from speculant.text import Tokenizer
 from speculant.types import DraftPrice
 from speculant.verification import Verifier
 
+if TYPE_CHECKING:
+    from speculant.engine.learning import Learning
+
 logger = logging.getLogger(__name__)
 
 MOST_TRIED, LEAST_GAIN_FOUND = 2, 1.0  # drafts that nobody named, and the least expected speed of one over plain
+_NO_FILES: Mapping[str, Any] = {"weight_cache": "off", "prompt_cache": None, "prompt_cache_size": 1, "learn": None}
+_BITS = {"int8": 9, "int4": 5}  # of a weight in memory with its share of the scales, at most
 _VERIFIERS, _LENGTHS = "speculant.verification", "speculant.lengths"
 
 
@@ -76,7 +95,7 @@ class Runtime:
     context: how long a sequence may be, and the reason if that is shorter than the model allows.
     drafting_beams: whether it drafts for beam searches too. prediction_method: the method for a request with a
     prediction; None = predictions are not used. most_draft_tokens: the configured number, or the most that the
-    policy chooses.
+    policy chooses. memory_bytes: of weights, caches and scratch memory.
     """
 
     engine: Engine
@@ -88,6 +107,7 @@ class Runtime:
     speculation: str
     context: str
     most_draft_tokens: int
+    memory_bytes: int
     prediction_method: str | None = None
 
     @property
@@ -107,8 +127,8 @@ class Runtime:
 
 @background.without_collections()
 @background.postponed()
-def build_engine(config: EngineConfig) -> Runtime:
-    """Load the target, its tokenizer and the drafter, and check that they fit each other."""
+def build_engine(config: EngineConfig, steps: FairSteps | None = None) -> Runtime:
+    """Load the target, its tokenizer and the drafter, and check that they fit each other. steps: see `AsyncEngine`."""
     find_backends(config.kernels, config.quantization, "quantization")
     if config.draft_quantization != AUTO:
         find_backends(config.kernels, rounded(config.draft_quantization), "draft_quantization")
@@ -120,7 +140,7 @@ def build_engine(config: EngineConfig) -> Runtime:
         folder = resolve_source(config.model, "target", config.revision, config.download_dir)
         tokenizer = beside.submit(load_tokenizer, config, folder)
         target = load_target(config)
-        return build_around(config, target, tokenizer.result())
+        return build_around(config, target, tokenizer.result(), steps)
 
 
 def load_target(config: EngineConfig) -> Checkpoint:
@@ -135,7 +155,9 @@ def load_target(config: EngineConfig) -> Checkpoint:
     )  # fmt: skip
 
 
-def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer | None = None) -> Runtime:
+def build_around(
+    config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer | None = None, steps: FairSteps | None = None
+) -> Runtime:
     """Build an engine around a loaded target; several engines may share one. tokenizer: the target's, if known."""
     tokenizer = tokenizer or load_tokenizer(config, target.folder)
     spec = with_kind(config) if drafts(config, target) else None
@@ -148,10 +170,11 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     name = method_name(spec) if spec else None
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
+    open_prompt_cache(config, target.model, target.folder, cache, not drafters.needs.reads.encoder)
     limits, context = memory.limits, memory.context(longest)
     if limits.max_model_len < (config.max_model_len or longest):
         logger.warning("max_model_len is %s", context)
-    facts = str(replace(config, seed=0, weight_cache="off", learn=None, measure=False))  # costs don't depend on these
+    facts = str(replace(config, seed=0, measure=False, **_NO_FILES))  # costs depend on none of these
     identity = (facts, target.kernels, str(target.folder), notes)
     seq_ids = itertools.count(1)
     measured = Calibration(target.model, cache, sampler, drafters.sub_drafters, limits, identity, seq_ids)
@@ -178,7 +201,7 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     )
     # A small model takes a second. The slots of a slotted cache may all be taken later.
     whole = 2 * target.weights < LARGE_BYTES or config.kv_cache_backend == "slotted"
-    engine.measurement.run(math.inf if whole else START_S)
+    _measure(measured, math.inf if whole else START_S, steps)
     drafter = drafters.find(name) if name else None
     says = describe(config, spec, length, drafter) + notes
     if config.model_backend != AUTO:
@@ -189,13 +212,48 @@ def build_around(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer 
     beams = drafter is not None and drafter.needs.nodes_per_beam is not None
     predicts = installed(PREDICTION)[:1] if config.use_speculative_decoding is not False else []
     most = (spec.num_speculative_tokens if spec else None) or max(length, LONGEST)
-    return Runtime(engine, tokenizer, target, limits, drafter is not None, beams, says, context, most, *predicts)
+    size = weight_bytes_of(target.model) + drafters.weight_bytes + memory.used + scratch
+    return Runtime(engine, tokenizer, target, limits, drafter is not None, beams, says, context, most, size, *predicts)
+
+
+def _measure(measurement: Measurement, seconds: float, steps: FairSteps | None) -> None:
+    """Measure for this long. Steps of other engines would disturb the measurement, so it takes turns with them."""
+    if steps is None:
+        measurement.run(seconds)
+        return
+    while measurement.active and seconds > 0:
+        with steps.turn(measurement, lambda: False):
+            started = time.perf_counter()
+            measurement.run(SLICE_S)
+            seconds -= time.perf_counter() - started
+
+
+def expected_bytes(config: EngineConfig) -> int:
+    """Return about how many bytes a target's weights will take, from the headers of its files.
+
+    Those of a model that transformers computes take as many as in its files. Raises ModelError.
+    """
+    place = resolve_source(config.model, "target", config.revision, config.download_dir)
+    if config.model_backend != AUTO:
+        return sum(file.stat().st_size for file in place.glob("*.safetensors"))
+    files = CheckpointFiles.open(place)
+    size, bits = files.dtype(config.dtype).itemsize, _BITS.get(config.quantization or "")
+    quantised = bool(files.tensors.quantised_kinds())
+    found = 0
+    for name, shape in tensor_shapes(files.decoder).items():
+        if bits is not None and len(shape) > 1:
+            found += math.prod(shape) * bits // 8
+        else:
+            found += stored_bytes(files.weights.kind(name), shape) if quantised else math.prod(shape) * size
+    return found
 
 
 def _learning(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer, drafters: Drafters) -> Learning | None:
     """Return what keeps the drafters' learning, begun with what the folder has; None = it is not kept."""
     if config.learn is None:
         return None
+    from speculant.engine.learning import LearnedFiles, Learning, vocabulary_digest
+
     size = target.model.vocab_size
     folder, vocabulary = Path(config.learn).expanduser(), vocabulary_digest(tokenizer, size)
     learning = Learning(LearnedFiles(folder, vocabulary, str(config.model)), drafters, size)
@@ -418,6 +476,7 @@ def build_drafters(
     made = Drafters(
         drafters, name, workshop.on_request, lambda method: method_facts(method).default_length,
         absence=describe(config, None, 0, None), num_layers=target.model.num_layers, prices=workshop.prices,
+        weight_bytes=sum(weight_bytes_of(loaded) for loaded, _ in loader.folders),
     )  # fmt: skip
     return made, "".join(loader.notes)
 
@@ -462,7 +521,7 @@ class _Workshop:
             options,
             draft_model,
             Target(model.vocab_size, model.cache_shape.device, sampler, model, loader.tokenizer, self.target_cache),
-            DraftModels(loader.load, loader.vocabulary_of, round_head),
+            DraftModels(loader.load, loader.vocabulary_of, loader.keep_prompts, round_head),
             self.make_cache,
             KeyedChances(sampler),
             resolve_for(self.config, self.target).max_num_batched_tokens,

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from speculant.cache import KVCache
 from speculant.config import EngineConfig
 from speculant.drafting import check_kind, intersect
 from speculant.engine.precision import AUTO, LargeDraft, choose_precision, expected_gain, rounded, state_of
+from speculant.engine.prompt_cache import open_prompt_cache
 from speculant.errors import PairError
 from speculant.models import (
     CausalLM,
@@ -41,6 +43,7 @@ class DraftLoader:
     least_gain: float | None = None
     notes: list[str] = field(default_factory=list)
     mapped: list[tuple[CausalLM, MappedVocabulary]] = field(default_factory=list)
+    folders: list[tuple[CausalLM, Path]] = field(default_factory=list)
 
     def load(self, source: str, head_tokens: tuple[int, ...] = ()) -> CausalLM:
         """Load a draft model; see `LoadDraft`."""
@@ -54,6 +57,7 @@ class DraftLoader:
             self._check_gain(folder, model, self.least_gain)
         if isinstance(vocabulary, MappedVocabulary):
             self.mapped.append((model, vocabulary))
+        self.folders.append((model, folder))
         return model
 
     def _check_gain(self, folder: Path, model: CausalLM, least: float) -> None:
@@ -72,6 +76,12 @@ class DraftLoader:
     def vocabulary_of(self, model: CausalLM) -> MappedVocabulary | None:
         """Return how a loaded draft model reads the target's texts; None = token by token, as they are."""
         return next((vocabulary for each, vocabulary in self.mapped if each is model), None)
+
+    def keep_prompts(self, model: CausalLM, cache: KVCache) -> None:
+        """Let a loaded draft model's cache keep its prompts on disk, if the engine does."""
+        for each, folder in self.folders:
+            if each is model:
+                open_prompt_cache(self.config, model, folder, cache)
 
     def _load_fastest(
         self, folder: Path, source: str, head_tokens: tuple[int, ...], vocabulary: TargetVocabulary | None

@@ -8,15 +8,15 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from speculant.cache import KVCache
 from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.drafting import Drafters
 from speculant.engine.commit import Committed, ending_with, fail
-from speculant.engine.learning import Learning
 from speculant.engine.profiling import Mark, unmarked
 from speculant.engine.requests import CheckedRequest, RequestFactory, RequestRules
 from speculant.engine.runner import check_target
@@ -28,9 +28,12 @@ from speculant.metrics import EngineMetrics, StepTiming
 from speculant.models import NO_RULES, CausalLM, OutputRules, check_taps
 from speculant.params import SamplingParams
 from speculant.sampling import Chances
-from speculant.scheduling import Schedule, Scheduler
+from speculant.scheduling import PREPARED, Preparation, Preparations, Schedule, Scheduler
 from speculant.types import ANYONE, NOBODY, Client, Ending, Request, Sender, StepOutput, StopChecker
 from speculant.verification import Verifier, checked_verifiers
+
+if TYPE_CHECKING:
+    from speculant.engine.learning import Learning
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +86,9 @@ class Engine:
         taps = [layer for layer in self._drafters.needs.hidden_layers if layer != target.num_layers + 1]
         check_taps(taps, target.num_layers)
         salt = attrgetter("full_salt") if target.needs.restart_at is None else target.needs.salt
-        self._scheduler = Scheduler(options.limits, cache, self._drafters.match_prefix, salt)
+        self._preparations = Preparations(cache, options.limits.max_num_batched_tokens, salt)
+        prepared = self._preparations.prefixes
+        self._scheduler = Scheduler(options.limits, cache, self._drafters.match_prefix, salt, prepared)
         self._context = StepContext(
             options.limits,
             target,
@@ -94,6 +99,7 @@ class Engine:
             chances,
             options.sampler,
         )
+        self._plain = replace(self._context, drafters=Drafters())  # no drafter and no policy takes part
         rules = RequestRules(
             options.limits, target.vocab_size, options.seed, options.end_token_ids, options.verification,
             target.needs.source, options.start_tokens, options.output_rules, target.needs.most_nodes is None,
@@ -103,6 +109,7 @@ class Engine:
         self.metrics = EngineMetrics(blocks_total=cache.num_blocks, block_size=cache.block_size)
         self._drafters.attach(target.vocab_size, self.metrics)
         self.mark: Mark = unmarked
+        self.stored_prefixes = cache.stored  # the target's prompt cache on disk, if it has one
         self.doubtful = False  # in the last step every sequence failed, and no request caused the error
 
     def add_request(
@@ -167,37 +174,84 @@ class Engine:
         """Whether any request still waits or runs."""
         return bool(self._by_id)
 
+    def prepare(self, prompt: Sequence[int], sender: Sender = NOBODY) -> Preparation:
+        """Queue a prompt that is read ahead of requests that begin with it, in steps in which none waits or runs.
+
+        Raises RequestError for a prompt that no request could have, and for a model or an engine that keeps no prompts.
+        """
+        if self._context.target.needs.source or not self._context.cache.keeps_prefixes:
+            why = "what an encoder-decoder model has read ends with its request"
+            why = why if self._context.target.needs.source else "prefix caching is off"
+            raise RequestError(f"prompts can't be prepared: {why}", "send the prompt with its request.")
+        self._factory.check(prompt, SamplingParams(max_tokens=1), sender, None, ())
+        return self._preparations.add(tuple(prompt), sender)
+
+    @property
+    def prepares(self) -> bool:
+        """Whether a prompt is being prepared, so that a step without requests has work."""
+        return len(self._preparations) > 0
+
+    def drop_preparations(self) -> None:
+        """End all preparations with what they have."""
+        self._preparations.drop()
+
     def step(self) -> list[StepOutput]:
         """Admit, draft, verify, commit; return the committed tokens in order, or an empty list if no request is left.
 
-        An error ends the requests that cause it, with finish_reason "error", and leaves the others running.
+        Without requests a part of a preparation is computed, if there is one. An error ends the requests that cause it,
+        with finish_reason "error", and leaves the others running.
         """
         with self._turn:
-            self.doubtful = False
-            if not self._by_id:
-                return []
-            if self.measurement.active:
-                self._measure()
-            started = time.perf_counter()
-            with self.mark("schedule"):
-                schedule = self._scheduler.schedule()
-            for request in schedule.preempted:
-                self._drafters.end(request)
-            committed, timings = self._run(schedule)
-            if timings and self._scheduler.shares:
-                self._charge(schedule, committed, timings)
-            outputs, explained = list[StepOutput](), not committed
-            for each in committed:
-                outputs += each.outputs
-                error = each.request.ending.error
-                explained = explained or error is None or isinstance(error, SpeculantError)
-                if each.request.ending.reason is not None:
-                    self._end(each.request)
-            self.doubtful = not explained
-            self._count(schedule, committed)
-            self._last_s = time.perf_counter() - started
-            self.metrics.count_times(self._last_s, timings)
-            return outputs
+            return self._step()
+
+    def _step(self) -> list[StepOutput]:
+        self.doubtful = False
+        if not self._by_id:
+            self._prepare()
+            return []
+        if self.measurement.active:
+            self._measure()
+        started = time.perf_counter()
+        with self.mark("schedule"):
+            schedule = self._scheduler.schedule()
+        for request in schedule.preempted:
+            self._drafters.end(request)
+        committed, timings = self._run(schedule)
+        if self.stored_prefixes is not None:
+            rows = sum(item.num_rows for item in schedule.items)
+            self.stored_prefixes.note_passes(rows, sum(timing.pass_s for timing in timings))
+            self.metrics.disk_hit_tokens = self.stored_prefixes.files.read_tokens
+        if timings and self._scheduler.shares:
+            self._charge(schedule, committed, timings)
+        outputs, explained = list[StepOutput](), not committed
+        for each in committed:
+            outputs += each.outputs
+            error = each.request.ending.error
+            explained = explained or error is None or isinstance(error, SpeculantError)
+            if each.request.ending.reason is not None:
+                self._end(each.request)
+        self.doubtful = not explained
+        self._count(schedule, committed)
+        self._last_s = time.perf_counter() - started
+        self.metrics.count_times(self._last_s, timings)
+        return outputs
+
+    def _prepare(self) -> None:
+        """Compute a part of a preparation."""
+        if (schedule := self._preparations.schedule()) is None:
+            return
+        started, [item] = time.perf_counter(), schedule.items
+        try:
+            [committed], _ = step(self._plain, schedule, self.mark)
+            if (error := committed.request.ending.error) is not None:
+                raise error
+        except BaseException as error:
+            self._preparations.fail(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        self._preparations.settle(item, time.perf_counter() - started)
+        self._note_standing()
 
     def _measure(self) -> None:
         """Continue the measurement for as long as the last step took. A new request goes first, but not always."""
@@ -233,6 +287,8 @@ class Engine:
         self._drafters.check()
         sources = self._scheduler.sources
         sources.check()
+        self._preparations.prefixes.check()
+        assert not cache.length(PREPARED), "a preparation holds blocks between two steps"
         for request in self._scheduler.waiting:
             held = (each.length(request.seq_id) for each in (cache, *self._drafters.caches))
             assert not any(held), "a waiting request owns blocks"
@@ -300,6 +356,7 @@ class Engine:
 
     def _release(self, request: Request) -> None:
         self._drafters.end(request)
+        self._context.cache.mark_used(request.seq_id)
         self._scheduler.remove(request)
         self.metrics.prompt_tokens += len(request.source) + len(request.prompt)
         self.metrics.prefix_hit_tokens += request.metrics.cached_tokens
@@ -324,6 +381,8 @@ class Engine:
 
     def _note_standing(self) -> None:
         metrics, cache = self.metrics, self._context.cache
+        prepared = self._preparations.prefixes
+        metrics.prepared_tokens, metrics.prepared_tokens_used = prepared.computed, prepared.used
         metrics.waiting, metrics.running = len(self._scheduler.waiting), len(self._scheduler.running)
         metrics.blocks_used = cache.num_blocks - cache.free_tokens() // cache.block_size
         metrics.evicted_until = cache.whole.evicted_until

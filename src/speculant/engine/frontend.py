@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 from speculant.config import EngineConfig, Limits
 from speculant.constraints import Constraint
 from speculant.engine.build import build_engine
+from speculant.engine.fair_steps import FairSteps
 from speculant.engine.generation import (
     Generation,
     PlainPrompt,
@@ -76,6 +77,8 @@ class Frontend(ABC, Generic[_Pieces]):
     fix for anything that does not fit.
     """
 
+    _steps: FairSteps | None = None  # shared with other engines
+
     def __init__(
         self,
         model: str,
@@ -89,7 +92,7 @@ class Frontend(ABC, Generic[_Pieces]):
         own = read_arguments(arguments)
         self.config = EngineConfig.from_arguments(model=model, draft_model=draft_model, **own)
         template = read_template(chat_template)
-        self._runtime = build_engine(self.config)
+        self._runtime = build_engine(self.config, self._steps)
         tokenizer, recommended = self._runtime.tokenizer, self._runtime.checkpoint.sampling
         self.tokenizer = tokenizer if template is None else tokenizer.with_template(template)
         self._default_params = read_defaults(recommended, generation_config, override_generation_config)
@@ -127,6 +130,11 @@ class Frontend(ABC, Generic[_Pieces]):
     def context(self) -> str:
         """How many tokens a sequence may have, and why they are fewer than the model allows, if they are."""
         return self._runtime.context
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes of memory that are planned for weights, keys and values, and the scratch memory of passes."""
+        return self._runtime.memory_bytes
 
     @property
     def prediction_method(self) -> str | None:

@@ -31,7 +31,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speculant.errors import DraftError, Guard
-from speculant.files import KeptFile, delete_oldest, entries_of, remove_abandoned, temporary
+from speculant.files import (
+    KeptFile,
+    delete_oldest,
+    digest_of,
+    entries_of,
+    owner_of,
+    remove_abandoned,
+    salt_digest,
+    temporary,
+)
 
 if TYPE_CHECKING:
     from speculant.drafting import Drafter, Drafters
@@ -55,19 +64,9 @@ class UnusableFileError(ValueError):
     """A file is not what was written, or is of another form."""
 
 
-def owner_of(salt: str) -> str:
-    """Return a digest of the part of a salt that names its owner; see `speculant.serving.http.clients.salt_of`."""
-    return _digest("owner", salt.partition(":")[0].partition("/")[0])
-
-
-def salt_digest(salt: str) -> str:
-    """Return a digest of a salt."""
-    return _digest("salt", salt)
-
-
 def vocabulary_digest(tokenizer: Tokenizer, size: int) -> str:
     """Return a digest of what the token ids of a target of `size` rows mean."""
-    return _digest(str(size), json.dumps(sorted(tokenizer.vocab().items())))
+    return digest_of(str(size), json.dumps(sorted(tokenizer.vocab().items())))
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class LearnedFiles:
 
     def path(self, method: str, form: str, salt: str) -> Path:
         """Return the file of a method, a form of what it keeps, and a salt; it may not exist."""
-        own = _digest(str(FORMAT), self.vocabulary, method, form)
+        own = digest_of(str(FORMAT), self.vocabulary, method, form)
         return self.folder / f"{owner_of(salt)}-{salt_digest(salt)}-{own}{SUFFIX}"
 
     @staticmethod
@@ -167,10 +166,6 @@ def _content(path: Path) -> bytes:
             return file.read()
     finally:
         os.close(number)
-
-
-def _digest(*facts: str) -> str:
-    return hashlib.sha256("\0".join(facts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _checksum(data: bytes) -> bytes:

@@ -83,6 +83,11 @@ class CacheMemory:
             )  # fmt: skip
         return cls(config, limits, target, given or int(SHARE_OF_FREE * free), has_source)
 
+    @property
+    def used(self) -> int:
+        """The bytes of the caches that were made."""
+        return self._budget - self._left
+
     def make_target(self) -> KVCache:
         """Make the target's cache of all that is left; CapacityError if not one sequence of max_model_len fits."""
         self.target = self._make(self._target_need, self._left, "target")

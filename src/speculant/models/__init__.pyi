@@ -35,6 +35,7 @@ from .base import (
     known as known,
     relative_reads_of as relative_reads_of,
     scratch_of as scratch_of,
+    weight_bytes_of as weight_bytes_of,
 )
 from .config import (
     ACTIVATION_NAMES as ACTIVATION_NAMES,

@@ -336,6 +336,11 @@ class KnowsSizes(Protocol):
         ...
 
 
+def weight_bytes_of(model: CausalLM) -> int:
+    """Return the bytes of a model's matrices; 0 for one that does not know."""
+    return model.weight_bytes if isinstance(model, KnowsSizes) else 0
+
+
 def scratch_of(model: CausalLM, rows: int, positions: int) -> int:
     """Return the most bytes of scratch memory that a model keeps; 0 for one that does not know."""
     return model.scratch_bytes(rows, positions) if isinstance(model, KnowsSizes) else 0
@@ -504,3 +509,5 @@ def encode_sources(
     for source in sources:
         end = first + len(source.tokens)
         source.states, first = encoded[first:end].clone() if keeps_states else None, end
+        if cache.stored is not None:
+            cache.stored.keep_source(source)

@@ -26,7 +26,6 @@ from .front import (
     TRIES as TRIES,
     Fleet as Fleet,
     RoutedRequest as RoutedRequest,
-    joined as joined,
     make_front as make_front,
     routed as routed,
 )

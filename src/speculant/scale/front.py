@@ -12,7 +12,7 @@ import math
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,6 +40,7 @@ from speculant.serving import (
     add_page,
     error_event,
     is_billing,
+    joined,
     json_response,
     key_digest,
     timed_out,
@@ -250,32 +251,9 @@ def _is_stream(head: ResponseHead) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in head.headers)
 
 
-_ENGINE = 'engine="0"'  # within a label's value the quotes would be escaped
 REPLICA = "x-speculant-replica"  # a response's header: the replica that answered
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _HOP = frozenset({b"connection", b"transfer-encoding", b"x-request-id", b"host", b"origin", b"content-length"})
-
-
-def joined(pages: Mapping[str, str]) -> str:
-    """Return one page with the samples of all: the label `engine` is the name of their replica.
-
-    A sample without that label, which describes no engine, is that of the first page.
-    """
-    described: dict[str, list[str]] = {}
-    samples: dict[str, list[str]] = {}
-    for number, (replica, page) in enumerate(pages.items()):
-        family = ""
-        for line in page.splitlines():
-            if line.startswith("# "):
-                family = line.split(" ", 3)[2]
-                if line not in described.setdefault(family, []):
-                    described[family].append(line)
-            elif _ENGINE in line:
-                samples.setdefault(family, []).append(line.replace(_ENGINE, f'engine="{replica}"'))
-            elif number == 0:
-                samples.setdefault(family, []).append(line)
-    families = (line for family, about in described.items() for line in (*about, *samples.get(family, ())))
-    return "".join(f"{line}\n" for line in families)
 
 
 class Replicas(Protocol):

@@ -28,6 +28,7 @@ _PATHS = (
     "model",
     "tokenizer",
     "weight_cache",
+    "prompt_cache",
     "download_dir",
     "generation_config",
 )  # ends of the names of arguments that are paths

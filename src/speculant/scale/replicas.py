@@ -81,7 +81,7 @@ class EngineReplica:
 
     async def page(self) -> tuple[str, str]:
         """Return this replica's name and its metrics in Prometheus' text format."""
-        content, _ = self._app.state.service.metrics.page()
+        content, _ = self._app.state.service.metrics_page()
         return self.name, content.decode()
 
     async def load(self) -> tuple[str, int]:

@@ -13,6 +13,7 @@ from .order import (
     places_of as places_of,
     yields as yields,
 )
+from .preparing import PREPARED as PREPARED, Preparation as Preparation, Preparations as Preparations
 from .scheduler import (
     ALONE_S as ALONE_S,
     NO_DRAFT as NO_DRAFT,

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from speculant.cache import KVCache, ReservationPlan, Source
+from speculant.cache import KVCache, PreparedPrefixes, ReservationPlan, Source
 from speculant.config import Limits
 from speculant.errors import CapacityError
 from speculant.scheduling.order import (
@@ -343,7 +343,7 @@ class Scheduler:
 
     Drafters have caches of their own and draft for the requests that fit there. Drafters with state per sequence limit
     how many positions a request may take over from the prefix index: `most_matched` returns that number. salt: see
-    `ModelNeeds.salt`. A running request whose salt has changed is computed again.
+    `ModelNeeds.salt`. A running request whose salt has changed is computed again. prepared: is told what requests use.
     """
 
     def __init__(
@@ -352,10 +352,13 @@ class Scheduler:
         target: KVCache,
         most_matched: Callable[[Request], int],
         salt: Callable[[Request], str] = attrgetter("sender.cache_salt"),
+        prepared: PreparedPrefixes | None = None,
     ) -> None:
+        self._prepared = prepared
         self._limits, self._target, self._most_matched, self._salt = limits, target, most_matched, salt
         self._salts: dict[int, str] = {}  # of the keys and values that running requests have in the cache
         self._step = 0
+        self._read = set[int]()  # requests whose prefixes were read from the disk
         self._unstarted: dict[int, Request] = {}  # running requests without a scheduled token
         self._gained: dict[int, int] = {}  # of running requests: steps with other clients that gave them tokens
         self.standings = Standings(limits, target)
@@ -407,6 +410,7 @@ class Scheduler:
                     self.standings.queue(sibling, self._step)
                 self.waiting.end(request)
         self.standings.forget(request)
+        self._read.discard(request.seq_id)
         self._accounts.leave(request.sender.client)
         self._stop(request)
 
@@ -458,6 +462,8 @@ class Scheduler:
         admitted, preempted = list[Request](), list[Request]()
         while self.waiting and (claims := self._claims()):
             request: Request | None = claims[0]
+            if not self._fetched(claims[0]):
+                break  # the others go on, and the next step reads more from the disk
             if not self._run(claims[0]):
                 if (yielding := self._yielding_to(claims[0])) is not None:
                     self._preempt(yielding)
@@ -468,6 +474,22 @@ class Scheduler:
                 break
             admitted.append(request)
         return admitted, preempted
+
+    def _fetched(self, request: Request) -> bool:
+        """Whether what is on disk of a request's prefix is in memory, once there is a place; read it for a while.
+
+        It is read once: if the blocks leave the memory before the request can start, they are computed.
+        """
+        if (
+            request.seq_id in self._read
+            or request.wants_prompt_logits
+            or len(self.running) >= self._limits.max_num_seqs
+        ):
+            return True
+        if not self._target.fetch(request.tokens, self._salt(request), STEP_S):
+            return False
+        self._read.add(request.seq_id)
+        return True
 
     def _claims(self) -> list[Request]:
         """Return the first waiting request of each client that has one which can start, the first of all first."""
@@ -554,6 +576,8 @@ class Scheduler:
         else:
             limit = 0 if request.wants_prompt_logits else most
             self._target.match_prefix(request.seq_id, request.tokens, salt, limit)
+            if self._prepared is not None and self._prepared.waiting:
+                self._prepared.use(request.seq_id)
         if not request.num_output and not request.metrics.num_preemptions:
             request.metrics.cached_tokens = self._target.length(request.seq_id)
 
@@ -587,6 +611,7 @@ class Scheduler:
         """Release a request's blocks and queue it again; its tokens are recomputed once it is admitted."""
         self.running.remove(request)
         self._stop(request)
+        self._read.discard(request.seq_id)
         self.waiting.add(request)
         if not self.standings.has_begun(request):
             self.waiting.end(request)

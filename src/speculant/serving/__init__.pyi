@@ -44,7 +44,19 @@ from .http.limits import (
 )
 from .http.server import LAST_EVENTS as LAST_EVENTS, Acceptor as Acceptor, Server as Server, tls_context as tls_context
 from .infill import IndentedLines as IndentedLines
-from .metrics import RequestMeter as RequestMeter, ServerMetrics as ServerMetrics, token_buckets as token_buckets
+from .metrics import (
+    RequestMeter as RequestMeter,
+    ServerMetrics as ServerMetrics,
+    joined as joined,
+    token_buckets as token_buckets,
+)
+from .models import (
+    Admission as Admission,
+    LoadedModels as LoadedModels,
+    ModelSource as ModelSource,
+    ServedModel as ServedModel,
+)
+from .openai.ahead import answers as answers, certain as certain
 from .openai.answers import (
     LOWEST as LOWEST,
     TokenTexts as TokenTexts,
@@ -83,6 +95,7 @@ from .openai.responses import (
 )
 from .openai.settings import (
     Prompt as Prompt,
+    Prompts as Prompts,
     chat_params as chat_params,
     completion_params as completion_params,
     finish_reason_of_calls as finish_reason_of_calls,
@@ -120,7 +133,7 @@ from .records import (
     phases as phases,
     traces_url as traces_url,
 )
-from .state import LARGE as LARGE, Admission as Admission, ServerState as ServerState, TextLanes as TextLanes
+from .state import LARGE as LARGE, ServerState as ServerState, TextLanes as TextLanes
 from .tools import find_format as find_format
 from .tools.base import (
     CallShape as CallShape,

@@ -22,17 +22,18 @@ from starlette.routing import Match, Route
 
 from speculant import __version__
 from speculant.engine import AsyncEngine
-from speculant.errors import SpeculantError
+from speculant.errors import ConfigError, SpeculantError
 from speculant.serving.anthropic.messages import MESSAGE_BODIES, MessageRoutes
 from speculant.serving.http.limits import ApiKeys, Heads, RequestLimits, Sites
 from speculant.serving.infill import InfillRoute
+from speculant.serving.models import Holds, LoadedModels, ModelSource, ServedModel, Source
 from speculant.serving.openai.protocol import BODIES, Body
 from speculant.serving.openai.responses import ResponseRoutes
 from speculant.serving.openai.service import Routes, Service
 from speculant.serving.openai.settings import unknown_formats
 from speculant.serving.options import PROBED_PATHS, ServerOptions
 from speculant.serving.records import AccessLog, Report, RequestRecords, Tracer
-from speculant.serving.state import ServerState, Source, TextLanes
+from speculant.serving.state import ServerState, TextLanes
 from speculant.serving.wire import (
     REQUEST_ID,
     ApiError,
@@ -97,17 +98,22 @@ _ANTHROPIC_ERROR = {
 }
 
 
-def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) -> FastAPI:
+def make_app(engine: Source | Sequence[ModelSource], options: ServerOptions, names: Sequence[str] = ()) -> FastAPI:
     """Return an application that serves an engine. A function as `engine` loads it while the server already listens.
 
-    names: names of the model; none = the one given to the engine. If the options have names, /v1/models shows only
-    these. The application's `state.server` is its `ServerState`, which shuts the engine down at the end.
+    Several models as `engine` are loaded when they are first asked for.
+
+    names: names of the only model; none = the one given to the engine. If the options have names, /v1/models shows only
+    these. The application's `state.server` is its `ServerState`, which shuts the engines down at the end. Raises
+    ConfigError for options that have no effect.
     """
-    state = ServerState(engine, TextLanes(options.max_large_texts))
-    given = [engine.config.model] if isinstance(engine, AsyncEngine) else []
-    known = tuple(dict.fromkeys((*names, *given)))
-    service = Service(state, options, options.served_model_names or known[:1] or ("model",), known)
-    tracer = None if options.otlp_endpoint is None else Tracer.to_collector(options.otlp_endpoint, service.names[0])
+    if isinstance(engine, Sequence):
+        models, several = _several_models(engine, options)
+    else:
+        models, several = [_only_model(engine, options, names)], None
+    state = ServerState(models, TextLanes(options.max_large_texts), several)
+    service = Service(state, options)
+    tracer = None if options.otlp_endpoint is None else Tracer.to_collector(options.otlp_endpoint, models[0].names[0])
     app = FastAPI(
         title="Speculant",
         version=__version__,
@@ -122,10 +128,41 @@ def make_app(engine: Source, options: ServerOptions, names: Sequence[str] = ()) 
     app.state.stored = responses.store
     _add_routes(app, Routes(service), responses, MessageRoutes(service))
     app.add_api_route("/infill", InfillRoute(service).infill, methods=["POST"])
+    app.add_middleware(Holds)
     add_guards(app, options, tracer)
     app.openapi = functools.cache(lambda: describe(app))  # type: ignore[method-assign]
     app.add_api_route("/openapi.json", _description_route(app), methods=["GET"], include_in_schema=False)
     return app
+
+
+def _only_model(engine: Source, options: ServerOptions, names: Sequence[str]) -> ServedModel:
+    if options.memory is not None:
+        raise ConfigError(
+            "memory is for several models, and one is served", "leave it out; kv_memory bounds its cache."
+        )
+    given = [engine.config.model] if isinstance(engine, AsyncEngine) else []
+    known = tuple(dict.fromkeys((*names, *given)))
+    return ServedModel(engine, options.served_model_names or known[:1] or ("model",), known, options.metrics_prefix)
+
+
+def _several_models(sources: Sequence[ModelSource], options: ServerOptions) -> tuple[list[ServedModel], LoadedModels]:
+    models = [
+        ServedModel(
+            functools.partial(_load_one, each, options.tool_parser),
+            each.names[:1],
+            each.names,
+            options.metrics_prefix,
+            each.expected_bytes,
+        )
+        for each in sources
+    ]
+    return models, LoadedModels(models, options.memory_bytes())
+
+
+def _load_one(source: ModelSource, tool_parser: str | None) -> AsyncEngine:
+    engine = source.load()
+    _warn_of_formats(engine, source.names[0], tool_parser)
+    return engine
 
 
 def add_guards(app: FastAPI, options: ServerOptions, tracer: Tracer | None = None) -> None:
@@ -160,6 +197,7 @@ def _add_routes(app: FastAPI, routes: Routes, responses: ResponseRoutes, message
     app.add_api_route("/v1/responses/{response_id}/input_items", responses.input_items, methods=["GET"])
     app.add_api_route("/v1/messages", messages.create, methods=["POST"])
     app.add_api_route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"])
+    app.add_api_route("/v1/prefill", routes.prefill, methods=["POST"], status_code=202)
     app.add_api_route("/v1/models", routes.models, methods=["GET"])
     app.add_api_route("/v1/models/{model:path}", routes.model, methods=["GET"])
     app.add_api_route("/tokenize", routes.tokenize, methods=["POST"])
@@ -198,11 +236,15 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
 
 async def _load(app: FastAPI) -> None:
     """Load the engine, and say which formats of its model are unknown."""
-    state, service = app.state.server, app.state.service
+    state, parser = app.state.server, app.state.service.options.tool_parser
     await state.load()
     if state.loaded is not None:
-        for problem in await asyncio.to_thread(unknown_formats, state.loaded.tokenizer, service.options.tool_parser):
-            logger.warning("%s: %s", service.names[0], problem)
+        await asyncio.to_thread(_warn_of_formats, state.loaded, state.models[0].names[0], parser)
+
+
+def _warn_of_formats(engine: AsyncEngine, name: str, tool_parser: str | None) -> None:
+    for problem in unknown_formats(engine.tokenizer, tool_parser):
+        logger.warning("%s: %s", name, problem)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -191,28 +191,34 @@ class InfillRoute:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._running = WeakValueDictionary[tuple[str, int], InfillAnswer]()  # as long as they are generated
+        self._running = WeakValueDictionary[tuple[str, str, int], InfillAnswer]()  # as long as they are generated
 
     async def infill(self, request: Request) -> Response:
         """Fill in the text at the cursor."""
-        service, engine = self._service, self._service.state.engine
+        service = self._service
         body = await service.read(InfillBody, request)
+        model = await service.use(request, body.model)
+        engine = model.engine
         params = await service.apart(request, lambda: infill_params(engine, body))
-        answer = InfillAnswer(service.call(engine, body, params), body)
+        answer = InfillAnswer(service.call(model, body, params), body)
 
         async def prompts() -> list[Prompt]:
             prompt, answer.is_cut = await service.prompts(request).of_hole(engine, body)
-            self._supersede(engine, service.client(request).name, answer, body)  # now that it will be answered
+            sender = model.names[0], service.client(request).name
+            self._supersede(engine, sender, answer, body)  # now that it will be answered
             return [prompt]
 
-        return await service.answer(engine, request, Job(body, prompts, answer, done=b""))
+        return await service.answer(model, request, Job(body, prompts, answer, done=b""))
 
-    def _supersede(self, engine: AsyncEngine, client: str, answer: InfillAnswer, body: InfillBody) -> None:
-        """End the request whose place an answer takes. A request for no tokens replaces none."""
+    def _supersede(self, engine: AsyncEngine, sender: tuple[str, str], answer: InfillAnswer, body: InfillBody) -> None:
+        """End the request whose place an answer takes. A request for no tokens replaces none.
+
+        sender: the model's name, and the client's.
+        """
         slot = _NO_SLOT if body.id_slot is None or body.n_predict == 0 else body.id_slot
         if slot < 0:
             return
-        older = self._running.get((client, slot))
-        self._running[client, slot] = answer
+        older = self._running.get((*sender, slot))
+        self._running[*sender, slot] = answer
         if older is not None:
             older.supersede(engine)

@@ -46,7 +46,8 @@ REQUEST_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0
                    240.0, 480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
 N_BUCKETS = (1, 2, 5, 10, 20)
 _LABELS = ("model_name", "engine")
-_ENGINE = "0"  # one server has one engine
+_ENGINE = "0"  # a page is about one engine; see `joined`
+_LABEL = f'engine="{_ENGINE}"'  # within a label's value the quotes would be escaped
 _VLLM = "vllm"  # the prefix of vLLM's metrics
 _OWN_NAMES = frozenset(each.name for each in ENGINE_FIGURES if not each.vllm)
 _FAMILIES: Mapping[Kind, type[CounterMetricFamily | GaugeMetricFamily]] = MappingProxyType(
@@ -208,6 +209,28 @@ class ServerMetrics:
             f"{self._prefix}:{name}", text, _LABELS, buckets=buckets, registry=self.registry
         )
         return made.labels(self._model, _ENGINE)
+
+
+def joined(pages: Mapping[str, str]) -> str:
+    """Return one page with the samples of all: the label `engine` is the name of their page.
+
+    A sample without that label, which describes no engine, is that of the first page.
+    """
+    described: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for number, (name, page) in enumerate(pages.items()):
+        family = ""
+        for line in page.splitlines():
+            if line.startswith("# "):
+                family = line.split(" ", 3)[2]
+                if line not in described.setdefault(family, []):
+                    described[family].append(line)
+            elif _LABEL in line:
+                samples.setdefault(family, []).append(line.replace(_LABEL, f'engine="{name}"'))
+            elif number == 0:
+                samples.setdefault(family, []).append(line)
+    families = (line for family, about in described.items() for line in (*about, *samples.get(family, ())))
+    return "".join(f"{line}\n" for line in families)
 
 
 class RequestMeter:

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from speculant import plugins
+from speculant.config import read_bytes
 from speculant.errors import ConfigError, suggest
 from speculant.params import MAX_N
 
@@ -54,7 +55,10 @@ class ServerOptions:
     or "json". otlp_endpoint: the URL of an OpenTelemetry collector that gets traces, by OTLP over HTTP; None = nowhere.
     client_weights: a file with the weights of API keys, see `read_weights`; None = all have the weight 1.
     client_header: the header in which trusted proxies name their users, who then count as clients; None = no header.
+    memory: bytes that the loaded ones of several models may take, or text such as "24GiB"; None = half of the memory
+    that is free at the start.
     priority_range: the lowest and the highest `priority` of a request; None = priorities have no effect.
+    turns_ahead: after the answer to a chat, read what the next prompt is certain to begin with, while nothing runs.
     """
 
     host: str = "127.0.0.1"
@@ -101,6 +105,8 @@ class ServerOptions:
     client_weights: str | None = None
     client_header: str | None = None
     priority_range: tuple[int, int] | None = None
+    turns_ahead: bool = True
+    memory: str | int | None = None
 
     def __post_init__(self) -> None:
         for name, (holds, problem, fix) in _RULES.items():
@@ -127,6 +133,8 @@ class ServerOptions:
                 f"max_buffered_bytes={self.max_buffered_bytes} is less than two bodies of the largest size",
                 f"use at least {2 * self.max_body_bytes}, or lower max_body_bytes.",
             )
+        if self.memory is not None:
+            read_bytes("memory", self.memory)
         _check_proxies(self.trusted_proxies)
         for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "ssl_ciphers"):
             if getattr(self, name) is not None and self.ssl_certfile is None:
@@ -139,6 +147,16 @@ class ServerOptions:
         for host in self.allowed_hosts:
             if not _HOST.fullmatch(host):
                 raise ConfigError(f"allowed_hosts has {host!r}", "use a name without scheme and port, or *.")
+
+    def memory_bytes(self) -> int:
+        """Return the bytes that all loaded models may take."""
+        if self.memory is not None:
+            return read_bytes("memory", self.memory)
+        import torch
+
+        from speculant.engine import SHARE_OF_FREE, free_memory
+
+        return int(SHARE_OF_FREE * free_memory(torch.device("cpu")))
 
 
 def _is_url(text: str) -> bool:

@@ -6,6 +6,7 @@ Requests from inside need no socket: they are those of batches, and of replicas 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -37,6 +38,16 @@ def load_engine(values: Mapping[str, Any]) -> AsyncEngine:
     gc.collect()
     gc.freeze()  # collections that examine loaded objects would delay requests
     return engine
+
+
+def return_memory() -> None:
+    """Free what is left of engines that were shut down, and return it to the system."""
+    gc.unfreeze()  # engines refer to themselves, and were frozen when they were loaded
+    gc.collect()
+    gc.freeze()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)
 
 
 def load_app(values: Mapping[str, Any], options: ServerOptions, names: Sequence[str]) -> FastAPI:

@@ -1,129 +1,102 @@
-"""The state of a server: loading, ready, draining or failed; its engine, the sequences in it, and threads for texts."""
+"""The state of a server: loading, ready, draining or failed; its models, and threads for texts."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import TypeVar
 
 from speculant.engine import AsyncEngine
 from speculant.errors import SpeculantError
-from speculant.scheduling import places_of
-from speculant.serving.wire import ApiError, api_error, overloaded, refusal, unavailable
+from speculant.serving.models import Admission, LoadedModels, ServedModel
+from speculant.serving.wire import ApiError, api_error, overloaded, unavailable
 from speculant.structured import ClientLane, LaneClosedError, LaneFullError
-from speculant.types import ANYONE, Client
 
 logger = logging.getLogger(__name__)
 
-Source = AsyncEngine | Callable[[], AsyncEngine]
-
-
-class Admission:
-    """Counts the sequences of all requests from arrival to end, and bounds them. For use in one event loop.
-
-    All clients that have sequences share the places by weight, and a client may fill its share, which is at least one
-    place. So a client alone may fill every place. A client that comes later may fill its own share all the same. Then
-    there are more sequences than places.
-    """
-
-    def __init__(self, most: int) -> None:
-        """most: places, which is as many sequences as a client alone may have, running and waiting."""
-        self.most, self._counts, self._weights = most, Counter[str](), dict[str, float]()
-
-    @property
-    def count(self) -> int:
-        """The sequences that run or wait."""
-        return self._counts.total()
-
-    @contextmanager
-    def admit(self, sequences: int, client: Client = ANYONE) -> Iterator[None]:
-        """Count sequences of a client while the block runs.
-
-        Raises ApiError if there is no room for them now (429), or never (400).
-        """
-        if sequences > self.most:
-            raise refusal(
-                f"The request has {sequences} answers or beams and at most {self.most} may run and wait.", "n"
-            )
-        name, own = client.name, self._counts[client.name]
-        others = sum(weight for other, weight in self._weights.items() if other != name)
-        most = places_of(client.weight, others, self.most)
-        if own + sequences > most:
-            raise overloaded(
-                f"The server's queue is full: {own} of this client's sequences run or wait, the request has {sequences}"
-                f" and the client's share of {self.most} places is {most}. Try again later."
-            )
-        self._counts[name], self._weights[name] = own + sequences, client.weight
-        try:
-            yield
-        finally:
-            self._counts[name] -= sequences
-            if not self._counts[name]:
-                del self._counts[name], self._weights[name]
-
 
 class ServerState:
-    """The engine, its sequences, and whether requests are accepted. For use in one event loop.
+    """The models of a server, and whether requests are accepted. For use in one event loop.
 
-    source: an engine, or a function that loads one. texts: threads for templates and tokenizers. created: the start of
-    the server, in seconds since the epoch. load_error: the reason why there is no engine.
+    One model is loaded at the start, and without it nothing is served. Several are loaded when they are asked for.
+
+    texts: threads for templates and tokenizers. several: loads the models; None = there is one. created: the start of
+    the server, in seconds since the epoch. load_error: the reason why the only model has no engine.
     """
 
-    def __init__(self, source: Source, texts: TextLanes) -> None:
-        self._load = source if callable(source) else None
-        self._engine: AsyncEngine | None = None
-        self.admission = Admission(0)
-        self.texts = texts
+    def __init__(self, models: Sequence[ServedModel], texts: TextLanes, several: LoadedModels | None = None) -> None:
+        self.models, self.texts, self._several = tuple(models), texts, several
         self.created = int(time.time())
         self.load_error: Exception | None = None
         self.draining = False
-        if isinstance(source, AsyncEngine):
-            self._take(source)
 
     async def load(self) -> None:
-        """Load the engine in a thread, unless it is loaded."""
-        if self._load is None:
+        """Load the only model in a thread, unless it is loaded."""
+        only = self.models[0]
+        if self._several is not None or only.loaded is not None or only.source is None:
             return
         try:
-            self._take(await asyncio.to_thread(self._load))
+            only.take(await asyncio.to_thread(only.source))
         except Exception as error:  # /health reports it, whatever it is
-            self.load_error = error
+            self.load_error = only.error = error
             logger.error("the model can't be loaded: %s", error, exc_info=not isinstance(error, SpeculantError))
 
     @property
+    def has_several(self) -> bool:
+        """Whether models are loaded when they are asked for."""
+        return self._several is not None
+
+    @property
     def engine(self) -> AsyncEngine:
-        """The engine, if it accepts requests; raises ApiError (503) otherwise."""
+        """The first model's engine, if it accepts requests; raises ApiError (503) otherwise."""
         self.check()
-        assert self._engine is not None
-        return self._engine
+        return self.models[0].engine
 
     @property
     def loaded(self) -> AsyncEngine | None:
-        """The engine, in whatever state; None until it is loaded."""
-        return self._engine
+        """The first model's engine, in whatever state; None while it is not loaded."""
+        return self.models[0].loaded
+
+    @property
+    def admission(self) -> Admission:
+        """The places of the first model's sequences."""
+        return self.models[0].admission
 
     @property
     def loading(self) -> bool:
-        """Whether the engine is still being loaded."""
-        return self._engine is None and self.load_error is None
+        """Whether requests are not accepted yet."""
+        return self._several is None and self.models[0].loaded is None and self.load_error is None
 
     def check(self) -> None:
         """Raise ApiError (503) unless requests are accepted."""
         if self.load_error is not None:
             raise ApiError(503, "The model could not be loaded.", code="engine_failed")
-        if self._engine is None:
+        if self.loading:
             raise unavailable("The model is being loaded. Try again later.", "loading")
         if self.draining:
             raise unavailable("The server is shutting down.", "shutting_down")
+        if self._several is not None:
+            return
         try:
-            self._engine.check_health()
+            self.models[0].engine.check_health()
         except SpeculantError as error:
             raise api_error(error) from error
+
+    async def hold(self, model: ServedModel, undo: ExitStack) -> None:
+        """Wait until a model is loaded, and keep it so until `undo` ends. Raises ApiError."""
+        if self._several is not None:
+            await self._several.hold(model)
+            undo.callback(self._several.release, model)
+
+    def hold_for(self, model: ServedModel, task: asyncio.Task[None]) -> None:
+        """Keep a model loaded, which its request holds, until a task has ended that goes on after the response."""
+        if (several := self._several) is not None:
+            several.keep(model)
+            task.add_done_callback(lambda _: several.release(model))
 
     async def drain(self, seconds: float) -> None:
         """Accept no more requests, give running ones this many seconds to end, then abort them.
@@ -131,26 +104,29 @@ class ServerState:
         Each aborted stream ends with an error event.
         """
         self.draining = True
-        if self._engine is not None:
-            finished = asyncio.ensure_future(self._engine.shutdown(drain=True))
+        if self._several is not None:
+            self._several.refuse_all(unavailable("The server is shutting down.", "shutting_down"))
+        if engines := self._engines:
+            finished = asyncio.gather(*(engine.shutdown(drain=True) for engine in engines))
             await asyncio.wait({finished}, timeout=seconds)
             if not finished.done():
                 logger.warning("aborting the requests that still run after %s s", seconds)
-                await self._engine.shutdown(drain=False)
+                await asyncio.gather(*(engine.shutdown(drain=False) for engine in engines))
             await finished
 
     async def close(self) -> None:
         """Abort running requests, and end the threads."""
         self.draining = True
-        if self._engine is not None:
-            await self._engine.shutdown(drain=False)
+        if self._several is not None:
+            self._several.refuse_all(unavailable("The server is shutting down.", "shutting_down"))
+        loading = [model.loading for model in self.models if model.loading is not None]
+        await asyncio.gather(*loading, return_exceptions=True)  # a thread can't be stopped
+        await asyncio.gather(*(engine.shutdown(drain=False) for engine in self._engines))
         self.texts.close()
 
-    def _take(self, engine: AsyncEngine) -> None:
-        self._engine = engine
-        engine.guard_forms()
-        limits = engine.limits
-        self.admission = Admission(limits.max_num_seqs + limits.max_waiting)
+    @property
+    def _engines(self) -> list[AsyncEngine]:
+        return [model.loaded for model in self.models if model.loaded is not None]
 
 
 T = TypeVar("T")

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from speculant.cache import BlockFiles, belongs, entries
 from speculant.engine import LearnedFiles
+from speculant.files import owner_of
 from speculant.serving import API_KEY, USER, salt_of
 from tests.commands import error_of, invoke, json_of
 
@@ -124,6 +126,25 @@ def test_forget_deletes_what_one_key_taught(tmp_path: Path) -> None:
     assert "1 files are of no key" in invoke("cache", "forget", tmp_path, "--api-key", "two").stdout
     assert json_of("cache", "forget", **{**UNNAMED, "SPECULANT_LEARN": str(tmp_path)})["forgotten"] == 2
     assert [each.name for each in left()] == ["notes.txt"]
+
+
+def test_prompts_are_listed_verified_and_forgotten(tmp_path: Path) -> None:
+    files = BlockFiles(tmp_path, bytes(range(16)), 2**30)
+    salts = [salt_of({API_KEY: "one"}, None), salt_of({API_KEY: "one"}, "a"), salt_of({API_KEY: "two"}, None), ""]
+    for number, salt in enumerate(salts):
+        files.keep(bytes([number]), 0, [1, 2], f"{salt}\0more", 3, lambda: b"abc")
+    files.flush()
+    (row,) = json_of("cache", "list", tmp_path)["kinds"]
+    assert (row["kind"], row["files"], row["models"]) == ("prompt", 4, {bytes(range(16)).hex(): 4})
+    assert json_of("cache", "verify", tmp_path)["damaged"] == 0
+    path = next(entry.path for entry in entries(tmp_path) if belongs(entry.path, owner_of(salts[2]), None))
+    path.write_bytes(path.read_bytes()[:-1] + b"d")
+    assert json_of("cache", "verify", tmp_path)["damaged"] == 1
+    assert json_of("cache", "forget", tmp_path, "--api-key", "one", "--salt", "a")["forgotten"] == 1
+    assert json_of("cache", "forget", tmp_path, "--api-key", "one")["forgotten"] == 1
+    assert json_of("cache", "prune", tmp_path, "--older-than", "1h")["deleted"] == 0
+    assert json_of("cache", "forget", tmp_path)["forgotten"] == 1
+    assert not entries(tmp_path)
 
 
 def test_every_command_of_cache_has_help_with_examples() -> None:

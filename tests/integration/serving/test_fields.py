@@ -21,6 +21,7 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": CHAT, **GREEDY},
     "/v1/responses": {"input": "hello", "temperature": 0, "max_output_tokens": 4},
     "/infill": {"input_prefix": PROMPT, "input_suffix": "\n", "temperature": 0, "n_predict": 4},
+    "/v1/prefill": {"prompt": "a", "wait": True},
     "/tokenize": {"messages": CHAT},
     "/detokenize": {"tokens": [5, 6]},
 }

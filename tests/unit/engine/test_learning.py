@@ -38,10 +38,9 @@ from speculant.engine import (
     LearnedFiles,
     Learning,
     UnusableFileError,
-    owner_of,
-    salt_digest,
 )
 from speculant.errors import DraftError
+from speculant.files import owner_of, salt_digest
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
 from speculant.serving import API_KEY, key_digest, salt_of
 from speculant.types import CommittedRows, Ending

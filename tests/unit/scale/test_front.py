@@ -17,12 +17,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from speculant import AsyncEngine
 from speculant.errors import ConfigError
-from speculant.scale import REPLICA, RoutedRequest, joined, make_front
+from speculant.scale import REPLICA, RoutedRequest, make_front
 from speculant.serving import (
     OPEN_PATHS,
     InsideRequest,
     ResponseHead,
     ServerOptions,
+    joined,
     make_app,
     responses,
     whole_response,
@@ -50,7 +51,7 @@ class Both:
         """Return the application, a front of it that is ready, and the handle between them."""
         given = ServerOptions(**options)
         app = make_app(self.engine, given, ("demo",))
-        page = app.state.service.metrics.page()[0].decode()
+        page = app.state.service.metrics_page()[0].decode()
         handle = FakeHandle(answering(app), told={"load": [("one", 0), ("two", 3)], "page": [("one", page)]})
         front = make_front(FakeReplicas(handle), given)
         self.run(front.state.server.load())

@@ -58,7 +58,7 @@ def test_a_cache_says_what_it_evicted() -> None:
         ended.append((prompt, time.monotonic()))
     until = rig.cache.whole.evicted_until
     assert rig.engine.metrics.evicted_until == until > 0
-    matched = [len(rig.cache._tree.match(prompt, "")) for prompt, _ in ended]
+    matched = [len(rig.cache.tree.match(prompt, "")) for prompt, _ in ended]
     assert all(not found for found, (_, end) in zip(matched, ended, strict=True) if end < until)
     assert all(found for found, (_, end) in zip(matched[1:], ended, strict=False) if end > until), matched
     assert any(matched)

@@ -58,13 +58,23 @@ async function connect() {
   say("problem", "");
   if (!state.loading) say("connection", state.model ? "" : "Connecting …");
   try {
-    const response = await call("v1/models");
-    const models = await response.json().catch(() => null);
-    if (!models?.data?.length) throw new Error("There is no server of models at this address.");
-    showModel(models.data[0]);
+    let model = await firstModel();
+    if (model.state && model.state !== "loaded") { // of several models, each is loaded when it is asked for
+      say("connection", "The model is being loaded.");
+      await call("props");
+      model = await firstModel();
+    }
+    showModel(model);
   } catch (error) {
     fail(error);
   }
+}
+
+async function firstModel() {
+  const response = await call("v1/models");
+  const models = await response.json().catch(() => null);
+  if (!models?.data?.length) throw new Error("There is no server of models at this address.");
+  return models.data[0];
 }
 
 function fail(error) {

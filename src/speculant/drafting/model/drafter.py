@@ -16,6 +16,7 @@ The tokens belong to the draft model's tokenizer, which may read a text as other
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -191,6 +192,7 @@ class DraftModelRunner:
     def of(cls, context: DrafterContext, model: CausalLM, **own: Any) -> Self:
         """Return the runner of a model, with a cache of its own; own: further arguments of a subclass."""
         cache = context.make_cache(model.cache_shape)
+        context.models.keep_prompts(model, cache)
         made = cls(model, cache, context.chances, context.max_num_batched_tokens, context.stop_below, **own)
         made.vocabulary, made.price = context.models.vocabulary_of(model), context.price
         return made
@@ -202,6 +204,7 @@ class DraftModelRunner:
     def end(self, request: Request) -> None:
         """Forget a sequence, and release its blocks and its source."""
         self._cached.pop(request.seq_id, None)
+        self.cache.mark_used(request.seq_id)
         self.cache.release(request.seq_id)
         self.sources.release(request)
 
@@ -322,6 +325,7 @@ class DraftModelRunner:
         committed = self.committed(request) if request.num_drafted or self.vocabulary is not None else text
         if cached.salt != salt or (not cached.tokens and not held):
             self.cache.release(request.seq_id)
+            self.cache.fetch(committed, salt, math.inf)
             held = self.cache.match_prefix(request.seq_id, committed, salt)
             cached.tokens, cached.agreed, cached.salt = text[:held], 0, salt
         keep, most = cached.agreed, min(len(cached.tokens), len(text) - 1)

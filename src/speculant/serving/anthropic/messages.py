@@ -379,21 +379,22 @@ class MessageRoutes:
 
     async def create(self, request: Request) -> Response:
         """Answer in the shape of Anthropic's Messages: thinking, text and calls, as blocks."""
-        service, engine = self._service, self._service.state.engine
+        service = self._service
         body = await service.read(MessagesBody, request)
-        chat = await service.chat(engine, request, lambda: chat_of(body))
+        model = await service.use(request, body.model)
+        chat = await service.chat(model, request, lambda: chat_of(body))
         answer = MessageAnswer(chat.call, body, chat.make_reader)
 
         async def prompts() -> list[Prompt]:
-            return [await service.prompts(request).of_chat(engine, chat.body)]
+            return [await service.prompts(request).of_chat(model.engine, chat.body)]
 
-        return await service.answer(engine, request, Job(chat.body, prompts, answer, named_events=True))
+        return await service.answer(model, request, Job(chat.body, prompts, answer, named_events=True))
 
     async def count_tokens(self, request: Request) -> Response:
         """Return how many tokens the prompt of a message would have."""
-        service, engine = self._service, self._service.state.engine
+        service = self._service
         body = await service.read(CountBody, request)
-        service.model(body)
+        engine = (await service.use(request, body.model)).engine
         engine.check_chats()
         made = await service.apart(request, lambda: TokenizeBody.model_construct(**conversation(body)))
         prompt = await while_connected(request.receive, service.prompts(request).of_chat(engine, made))
@@ -456,6 +457,7 @@ class MessageAnswer(Answer):
     @override
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
         self._reader = self._make_reader(prompts[0])
+        self.readers = [self._reader]
         usage = {**_NO_USAGE, "input_tokens": prompts[0].num_tokens}
         message = {**self._named, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return [{"type": "message_start", "message": message}, {"type": "ping"}]

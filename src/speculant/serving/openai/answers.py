@@ -48,8 +48,8 @@ Chunk = Mapping[str, Any]
 class Answer(ABC):
     """Reads the pieces of a request in order. outputs: the result of each prompt, None until it is complete.
 
-    prompts: set before `begin`. generated: tokens so far. requests: the ids of the engine's requests, once there are
-    some. is_over: nothing more is needed, so they may end.
+    prompts: set before `begin`. readers: of each sample of a chat, from `begin` on. generated: tokens so far. requests:
+    the ids of the engine's requests, once there are some. is_over: nothing more is needed, so they may end.
     """
 
     is_over = False
@@ -58,6 +58,7 @@ class Answer(ABC):
         self.call = call
         self.outputs: list[RequestOutput | None] = [None] * num_prompts
         self.prompts: Sequence[Prompt] = ()
+        self.readers: Sequence[MessageReader] = ()
         self.requests: Sequence[str] = ()
         self.generated = 0
 
@@ -323,7 +324,8 @@ class ChatAnswer(Answer):
 
     @override
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
-        self._choices = [_ChatChoice(self._make_reader(prompts[0])) for _ in range(self.call.params.n)]
+        self.readers = [self._make_reader(prompts[0]) for _ in range(self.call.params.n)]
+        self._choices = [_ChatChoice(reader) for reader in self.readers]
         first = {"role": "assistant", "content": ""}
         ids = {"prompt_token_ids": list(prompts[0].tokens)} if self.call.returns_ids else {}
         return [self._chunk([_shown(index, first)], **ids) for index in range(self.call.params.n)]

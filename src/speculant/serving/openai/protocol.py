@@ -333,6 +333,19 @@ class TokenizeBody(ConversationBody):
     return_token_strs: bool | None = None
 
 
+class PrefillBody(ConversationBody):
+    """A body of /v1/prefill: the fields of a chat's prompt, or those of a completion's. Settings have no effect.
+
+    wait: the answer comes once the prompt is read.
+    """
+
+    aliases = MappingProxyType({"prompt": ("prompt", "messages")})
+
+    prompt: str | Texts | Tokens | TokenLists | Object | Objects | None = None
+    cache_salt: str | None = None
+    wait: bool | None = None
+
+
 class DetokenizeBody(Body):
     """A body of /detokenize."""
 
@@ -346,6 +359,7 @@ BODIES: Mapping[str, type[Body]] = MappingProxyType(
         "/v1/completions": CompletionBody,
         "/v1/responses": ResponseBody,
         "/infill": InfillBody,
+        "/v1/prefill": PrefillBody,
         "/tokenize": TokenizeBody,
         "/detokenize": DetokenizeBody,
     }

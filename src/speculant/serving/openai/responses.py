@@ -18,8 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import override
 
-from speculant.engine import AsyncEngine, StreamPiece
+from speculant.engine import StreamPiece
 from speculant.serving.http.clients import client_of
+from speculant.serving.models import ServedModel
 from speculant.serving.openai.answers import Answer, Call, Chunk, chat_logprob, new_id
 from speculant.serving.openai.messages import MessagePart, MessageReader
 from speculant.serving.openai.protocol import (
@@ -452,15 +453,16 @@ class ResponseRoutes:
 
     async def create(self, request: Request) -> Response:
         """Answer in the shape of OpenAI's Responses: text or calls, after reasoning if there is any."""
-        service, engine = self._service, self._service.state.engine
+        service = self._service
         body = await service.read(ResponseBody, request)
+        model = await service.use(request, body.model)
         stores = body.store is not False and self.store.most > 0
 
         def translated() -> ChatBody:
             _check_background(body, stores)
             return as_chat(body)
 
-        chat = await service.chat(engine, request, translated)
+        chat = await service.chat(model, request, translated)
         answer = ResponseAnswer(chat.call, body, chat.make_reader, stores)
         owner, making = client_of(request.scope), service.prompts(request)
         conversation = self._conversation(owner, body)
@@ -468,7 +470,7 @@ class ResponseRoutes:
 
         async def prompts() -> list[Prompt]:
             messages = await making.in_thread(conversation.read)
-            return [await making.of_chat(engine, chat.body.model_copy(update={"messages": messages}))]
+            return [await making.of_chat(model.engine, chat.body.model_copy(update={"messages": messages}))]
 
         async def keep() -> None:
             self.store.add(StoredResponse(answer.id, owner, *await _finished(answer, conversation)))
@@ -476,8 +478,8 @@ class ResponseRoutes:
         before_end = keep if stores else None
         job = Job(chat.body, prompts, answer, named_events=True, before_end=before_end)
         if body.background:
-            return await self._begin(engine, request, job, conversation)
-        return await service.answer(engine, request, job)
+            return await self._begin(model, request, job, conversation)
+        return await service.answer(model, request, job)
 
     async def retrieve(self, request: Request, response_id: str) -> Response:
         """Return a stored response."""
@@ -575,7 +577,7 @@ class ResponseRoutes:
             raise refusal(f"The item {item_id[:80]!r} was not found: it was not stored, or has expired.", "input")
         return found
 
-    async def _begin(self, engine: AsyncEngine, request: Request, job: Job, conversation: _Conversation) -> Response:
+    async def _begin(self, model: ServedModel, request: Request, job: Job, conversation: _Conversation) -> Response:
         """Generate in the background. Return once the prompt is made; until then errors are the request's."""
         answer = job.answer
         assert isinstance(answer, ResponseAnswer)
@@ -597,7 +599,8 @@ class ResponseRoutes:
             self.store.update(stored, *await _finished(answer, conversation))
 
         detached = replace(job, make_prompts=prompts, before_end=keep)
-        stored.task = asyncio.create_task(self._generate(engine, request, detached, stored, begun))
+        stored.task = asyncio.create_task(self._generate(model, request, detached, stored, begun))
+        self._service.state.hold_for(model, stored.task)
         note_background(request.scope, stored.task)
         waiting = asyncio.create_task(begun.wait())
         try:
@@ -614,13 +617,13 @@ class ResponseRoutes:
         return self._shown(stored.document)
 
     async def _generate(
-        self, engine: AsyncEngine, request: Request, job: Job, stored: StoredResponse, begun: asyncio.Event
+        self, model: ServedModel, request: Request, job: Job, stored: StoredResponse, begun: asyncio.Event
     ) -> None:
         """Generate a response that is stored once `begun` is set; errors after that are part of it."""
         answer = job.answer
         assert isinstance(answer, ResponseAnswer)
         try:
-            async with aclosing(self._service.chunks(engine, request, job)) as chunks:
+            async with aclosing(self._service.chunks(model, request, job)) as chunks:
                 async for _ in chunks:
                     if stored.status == "queued":
                         begins = await encode_in_parts(answer.unfinished("in_progress"))
@@ -750,6 +753,7 @@ class ResponseAnswer(Answer):
     @override
     def begin(self, prompts: Sequence[Prompt]) -> list[Chunk]:
         self._reader = self._make_reader(prompts[0])
+        self.readers = [self._reader]
         return [
             self._event(f"response.{kind}", response=self._response("in_progress", []))
             for kind in ("created", "in_progress")

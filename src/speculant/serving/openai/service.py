@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cached_property
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,7 +25,9 @@ from speculant.engine import AsyncEngine, StreamPiece
 from speculant.errors import SpeculantError
 from speculant.params import SamplingParams
 from speculant.serving.http.clients import client_of, read_weights, salt_of
-from speculant.serving.metrics import RequestMeter, ServerMetrics
+from speculant.serving.metrics import RequestMeter, joined
+from speculant.serving.models import HOLDS, ServedModel
+from speculant.serving.openai.ahead import TurnsAhead
 from speculant.serving.openai.answers import Answer, Call, ChatAnswer, Chunk, CompletionAnswer, TokenTexts
 from speculant.serving.openai.messages import MessageReader
 from speculant.serving.openai.protocol import (
@@ -33,6 +36,7 @@ from speculant.serving.openai.protocol import (
     CompletionBody,
     DetokenizeBody,
     GeneratingBody,
+    PrefillBody,
     TokenizeBody,
     check_kind,
     read_body,
@@ -74,9 +78,12 @@ from speculant.serving.wire import (
     while_connected,
 )
 from speculant.text import find_fim
-from speculant.types import Client
+from speculant.types import Client, Sender
 
 logger = logging.getLogger(__name__)
+
+_DEADLINES = ("queue_timeout", "first_token_timeout", "request_timeout")
+_SHORT_WAIT = 0.01  # seconds
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -110,17 +117,17 @@ class Chat:
 class Service:
     """The server's parts, for the routes."""
 
-    def __init__(
-        self, state: ServerState, options: ServerOptions, names: Sequence[str], aliases: Sequence[str] = ()
-    ) -> None:
-        """names: the model's names, its own first. aliases: further names that requests may use."""
-        self.state, self.options, self.names = state, options, tuple(names)
-        self._aliases = frozenset(aliases)
+    def __init__(self, state: ServerState, options: ServerOptions) -> None:
+        self.state, self.options, self._ahead = state, options, TurnsAhead()
         self._weights = read_weights(options.client_weights, options.api_keys)
-        self.metrics = ServerMetrics(options.metrics_prefix, self.names[0], self._totals, self._cache, self._longest)
+        self._texts = WeakKeyDictionary[AsyncEngine, TokenTexts]()
 
     async def read(self, kind: type[B], request: Request) -> B:
-        """Return a request's body; a large one is parsed in a thread. Raises ApiError for an invalid one."""
+        """Return a request's body; a large one is parsed in a thread.
+
+        Raises ApiError for an invalid one, and if no requests are accepted.
+        """
+        self.state.check()
         check_kind(request.headers.get("content-type", ""))
         raw = await request.body()
         request.state.size = len(raw)
@@ -141,23 +148,36 @@ class Service:
         """Return the maker of the prompts of a request, whose body was read."""
         return Prompts(self.state.texts, self.options, client_of(request.scope), request.state.size)
 
-    def has_name(self, name: str) -> bool:
-        """Whether the model has this name."""
-        return name in self.names or name in self._aliases
+    def find(self, name: str | None) -> ServedModel:
+        """Return the model of a name; None = the first one. Raises ApiError (404) if no model has this name."""
+        models = self.state.models
+        found = models[0] if name is None else next((model for model in models if model.has_name(name)), None)
+        if found is None:
+            there = ", ".join(repr(model.names[0]) for model in models)
+            text = f"The model {name!r} does not exist; {there} {'does' if len(models) == 1 else 'do'}."
+            raise ApiError(404, text, param="model", code="model_not_found")
+        return found
 
-    def model(self, body: Body) -> str:
-        """Return the model's name as the client knows it. Raises ApiError (404) for another model."""
-        name = self.names[0] if body.model is None else body.model
-        if not self.has_name(name):
-            raise ApiError(
-                404,
-                f"The model {name!r} does not exist; {self.names[0]!r} does.",
-                param="model",
-                code="model_not_found",
-            )
-        return name
+    async def use(self, request: Request, name: str | None) -> ServedModel:
+        """Return the model of a name, which is loaded until the response has ended; see `find`.
 
-    def call(self, engine: AsyncEngine, body: GeneratingBody, params: SamplingParams, num_prompts: int = 1) -> Call:
+        Raises ApiError if it can't be loaded, or not in the time that a request may wait for its first step.
+        """
+        self.state.check()
+        model, started = self.find(name), time.monotonic()
+        if not self.state.has_several:
+            return model
+        limits = [each for each in (self.options.queue_timeout, self.options.first_token_timeout) if each is not None]
+        try:
+            async with asyncio.timeout(min(limits, default=None)):
+                await while_connected(request.receive, self.state.hold(model, request.scope[HOLDS]))
+        except TimeoutError:
+            text = f"The request waited for {min(limits)} s for the model {model.names[0]!r} to be loaded."
+            raise unavailable(text, "queue_timeout") from None
+        request.state.waited = time.monotonic() - started
+        return model
+
+    def call(self, model: ServedModel, body: GeneratingBody, params: SamplingParams, num_prompts: int = 1) -> Call:
         """Return the facts about a request for its answer. Raises ApiError (400) for too many samples."""
         count, most = num_prompts * _num_sequences(params), self.options.max_samples
         if count > most:
@@ -165,19 +185,20 @@ class Service:
         options, lists_tokens = body.stream_options, bool(body.speculant and body.speculant.tokens)
         level = self.options.per_request_spec_decode_metrics
         return Call(
-            model=self.model(body),
+            model=body.model or model.names[0],
             params=params,
-            texts=self.texts,
+            texts=self._texts_of(model.engine),
             level="summary" if lists_tokens and level == "none" else level,
-            predicted=predicts(engine, body, params),
+            predicted=predicts(model.engine, body, params),
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),
             lists_tokens=lists_tokens,
             returns_ids=bool(getattr(body, "return_token_ids", False)),
         )
 
-    async def chat(self, engine: AsyncEngine, request: Request, translated: Callable[[], ChatBody]) -> Chat:
+    async def chat(self, model: ServedModel, request: Request, translated: Callable[[], ChatBody]) -> Chat:
         """Return a chat. translated: returns its body, perhaps from a body in another shape."""
+        engine = model.engine
         engine.check_chats()
         tokenizer, name = engine.tokenizer, self.options.tool_parser
 
@@ -187,18 +208,20 @@ class Service:
 
         body, params = await self.apart(request, settings)
         reader = reader_for(tokenizer, body, name, params.structured_outputs is not None)
-        return Chat(body, self.call(engine, body, params), reader)
+        return Chat(body, self.call(model, body, params), reader)
 
-    @cached_property
-    def texts(self) -> TokenTexts:
-        """The texts of single tokens."""
-        return TokenTexts(self.state.engine.tokenizer)
+    def _texts_of(self, engine: AsyncEngine) -> TokenTexts:
+        """Return the texts of single tokens."""
+        found = self._texts.get(engine)
+        if found is None:
+            found = self._texts[engine] = TokenTexts(engine.tokenizer)
+        return found
 
-    async def answer(self, engine: AsyncEngine, request: Request, job: Job) -> Response:
+    async def answer(self, model: ServedModel, request: Request, job: Job) -> Response:
         """Generate, and return the response. Errors before the first piece set its status, later ones are an event."""
         if job.body.stream_options is not None and not job.body.stream:
             raise refusal("stream_options needs stream=true.", "stream_options")
-        chunks = self.chunks(engine, request, job)
+        chunks = self.chunks(model, request, job)
         if not job.body.stream:
             return await while_connected(request.receive, self._whole(chunks, job.answer))
         first = await while_connected(request.receive, anext(chunks, None))
@@ -210,22 +233,22 @@ class Service:
                 pass
         return await document_response(answer.document(), self.options.send_timeout)
 
-    async def chunks(self, engine: AsyncEngine, request: Request, job: Job) -> AsyncGenerator[Sequence[Chunk], None]:
+    async def chunks(self, model: ServedModel, request: Request, job: Job) -> AsyncGenerator[Sequence[Chunk], None]:
         """Yield the chunks of an answer while it is generated; its first chunks come with the first piece."""
-        answer, params = job.answer, job.answer.call.params
+        engine, answer, params = model.engine, job.answer, job.answer.call.params
         num_prompts = len(answer.outputs)
         record: RequestRecord | None = request.scope.get(RECORD)
         if record is not None:
             record.params = params
-        places = self.state.admission.admit(num_prompts * _num_sequences(params), self.client(request))
-        with places, RequestMeter(self.metrics, num_prompts * params.n, params, record) as meter:
+        places = model.admission.admit(num_prompts * _num_sequences(params), self.client(request))
+        with places, RequestMeter(model.metrics, num_prompts * params.n, params, record) as meter:
             prompts = answer.prompts = await job.make_prompts()
             streams = await self._streams(engine, request, job)
             answer.requests = tuple(streams)
             if record is not None:
                 record.prompt_tokens = sum(each.num_tokens for each in prompts)
             waiting = answer.begin(prompts)
-            async with aclosing(run(engine, streams, self.options, meter)) as pieces:
+            async with aclosing(run(engine, streams, self._deadlines(request), meter)) as pieces:
                 async for batch in pieces:
                     made = [chunk for prompt, piece in batch for chunk in answer.feed(prompt, piece)]
                     for name in answer.requests if answer.is_over else ():
@@ -236,6 +259,9 @@ class Service:
             if job.before_end is not None:
                 await job.before_end()
             yield last
+        if self.options.turns_ahead:
+            sender = Sender(self.client(request), cache_salt=salt_of(request.scope, job.body.cache_salt))
+            self._ahead.begin(engine, self.prompts(request), answer, sender)
 
     async def _streams(self, engine: AsyncEngine, request: Request, job: Job) -> dict[str, Pieces]:
         """Return the pieces of each prompt, by the id of its request to the engine. Nothing has begun yet."""
@@ -269,28 +295,23 @@ class Service:
             raise refusal(f"priority={body.priority} is not a number from {allowed[0]} to {allowed[1]}.", "priority")
         return body.priority
 
-    def _totals(self) -> Any:
-        engine = self.state.loaded
-        return None if engine is None else engine.metrics
+    def _deadlines(self, request: Request) -> ServerOptions:
+        """Return the options with what is left of a request's deadlines after it has waited for its model."""
+        waited: float = getattr(request.state, "waited", 0.0)
+        if waited < _SHORT_WAIT:
+            return self.options
+        given = {name: getattr(self.options, name) for name in _DEADLINES}
+        return replace(
+            self.options, **{name: max(_SHORT_WAIT, s - waited) for name, s in given.items() if s is not None}
+        )
 
-    def _cache(self) -> dict[str, str] | None:
-        engine = self.state.loaded
-        if engine is None:
-            return None
-        config, totals = engine.config, engine.metrics
-        tokens = totals.block_size * totals.blocks_total
-        return {
-            "block_size": str(totals.block_size),
-            "cache_dtype": config.kv_cache_dtype,
-            "enable_prefix_caching": str(config.enable_prefix_caching),
-            "kv_cache_max_concurrency": str(tokens / engine.limits.max_model_len),
-            "kv_cache_size_tokens": str(tokens),
-            "num_gpu_blocks": str(totals.blocks_total),
-        }
-
-    def _longest(self) -> int:
-        assert self.state.loaded is not None, "there is no engine yet"
-        return self.state.loaded.limits.max_model_len
+    def metrics_page(self) -> tuple[bytes, str]:
+        """Return the metrics in Prometheus' text format, and its media type. Several models are engines 0, 1, 2."""
+        (first, kind), *others = (model.metrics.page() for model in self.state.models)
+        pages = [first, *(page for page, _ in others)]
+        if not others:
+            return first, kind
+        return joined({str(number): page.decode() for number, page in enumerate(pages)}).encode(), kind
 
 
 def _num_sequences(params: SamplingParams) -> int:
@@ -414,35 +435,68 @@ class Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._tokenizer_info: bytes | None = None  # may have megabytes
+        self._tokenizer_info = WeakKeyDictionary[AsyncEngine, bytes]()  # may have megabytes
 
     async def completions(self, request: Request) -> Response:
         """Complete one prompt or several."""
-        service, engine = self._service, self._service.state.engine
+        service = self._service
         body = await service.read(CompletionBody, request)
+        model = await service.use(request, body.model)
+        engine = model.engine
         prompts, count = service.prompts(request), count_prompts(body, service.options)
         params = await service.apart(request, lambda: completion_params(engine, body))
-        call, echo = service.call(engine, body, params, count), bool(body.echo)
+        call, echo = service.call(model, body, params, count), bool(body.echo)
         answer = CompletionAnswer(call, count, echo, answers=body.max_tokens != 0)
-        return await service.answer(engine, request, Job(body, lambda: prompts.of_completion(engine, body), answer))
+        return await service.answer(model, request, Job(body, lambda: prompts.of_completion(engine, body), answer))
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
-        service, engine = self._service, self._service.state.engine
+        service = self._service
         body = await service.read(ChatBody, request)
-        chat = await service.chat(engine, request, lambda: body)
+        model = await service.use(request, body.model)
+        chat = await service.chat(model, request, lambda: body)
         answer = ChatAnswer(chat.call, chat.make_reader, finish_reason_of_calls(chat.body))
 
         async def prompts() -> list[Prompt]:
-            return [await service.prompts(request).of_chat(engine, chat.body)]
+            return [await service.prompts(request).of_chat(model.engine, chat.body)]
 
-        return await service.answer(engine, request, Job(chat.body, prompts, answer))
+        return await service.answer(model, request, Job(chat.body, prompts, answer))
+
+    async def prefill(self, request: Request) -> Response:
+        """Have the prompt of a chat or a completion read while nothing else runs, so that a later request finds it."""
+        service = self._service
+        body = with_allowed_tools(await service.read(PrefillBody, request))
+        model = await service.use(request, body.model)
+        engine = model.engine
+        if (body.prompt is None) == (body.messages is None):
+            raise refusal("Send either prompt or messages.", "prompt")
+        prompts = service.prompts(request)
+        if body.prompt is None:
+            engine.check_chats()
+            made = [await while_connected(request.receive, prompts.of_chat(engine, body))]
+        else:
+            given = {
+                name: getattr(body, name) for name in PrefillBody.model_fields.keys() & CompletionBody.model_fields
+            }
+            completion = CompletionBody.model_construct(**given)
+            count_prompts(completion, service.options)
+            made = await while_connected(request.receive, prompts.of_completion(engine, completion))
+        salt, client = salt_of(request.scope, body.cache_salt), service.client(request)
+        begun = [await engine.prefill(prompt.given, cache_salt=salt, client=client) for prompt in made]
+        known = [each.cached for each in begun]
+        if body.wait:
+            ended = asyncio.gather(*(asyncio.wrap_future(each.done) for each in begun))
+            known = await while_connected(request.receive, ended)
+        sizes = {"prompt_tokens": sum(each.num_tokens for each in begun), "cached_tokens": sum(known)}
+        return json_response(
+            {"object": "prefill", "model": body.model or model.names[0], **sizes}, 200 if body.wait else 202
+        )
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a prompt or of messages."""
-        service, engine = self._service, self._service.state.engine
+        service = self._service
         body = with_allowed_tools(await service.read(TokenizeBody, request))
-        service.model(body)
+        engine = (await service.use(request, body.model)).engine
         if (body.prompt is None) == (body.messages is None):
             raise refusal("Send either prompt or messages.", "prompt")
         prompts = service.prompts(request)
@@ -458,9 +512,9 @@ class Routes:
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""
-        service, engine = self._service, self._service.state.engine
+        service = self._service
         body = await service.read(DetokenizeBody, request)
-        service.model(body)
+        engine = (await service.use(request, body.model)).engine
 
         def document() -> dict[str, str]:
             if any(not 0 <= token < 2**31 for token in body.tokens):
@@ -469,26 +523,25 @@ class Routes:
 
         return await _made_apart(request, service.prompts(request), document)
 
-    async def tokenizer_info(self) -> Response:
+    async def tokenizer_info(self, request: Request, model: str | None = None) -> Response:
         """Return the settings in the tokenizer's folder, and the chat template."""
-        tokenizer = self._service.state.engine.tokenizer
-        if self._tokenizer_info is None:
-            self._tokenizer_info = await encode_in_parts(dict(tokenizer.settings))
-        return Response(self._tokenizer_info, media_type="application/json")
+        engine = (await self._service.use(request, model)).engine
+        if engine not in self._tokenizer_info:
+            self._tokenizer_info[engine] = await encode_in_parts(dict(engine.tokenizer.settings))
+        return Response(self._tokenizer_info[engine], media_type="application/json")
 
     async def models(self, request: Request) -> Response:
-        """List the names of the model."""
-        engine, names = self._service.state.engine, self._service.names
-        page = {"first_id": names[0], "last_id": names[-1], "has_more": False} if is_anthropic(request.scope) else {}
-        data = [self._model(engine, name, request) for name in names]
+        """List the names of the models."""
+        self._service.state.check()
+        data = [self._model(each, name, request) for each in self._service.state.models for name in each.names]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"], "has_more": False}
+        page = ends if is_anthropic(request.scope) else {}
         return json_response({"object": "list", "data": data, **page})
 
     async def model(self, request: Request, model: str) -> Response:
-        """Describe the model."""
-        engine = self._service.state.engine
-        if not self._service.has_name(model):
-            raise ApiError(404, f"The model {model!r} does not exist.", param="model", code="model_not_found")
-        return json_response(self._model(engine, model, request))
+        """Describe a model."""
+        self._service.state.check()
+        return json_response(self._model(self._service.find(model), model, request))
 
     async def health(self) -> Response:
         """Return whether requests are served: 200, or 503 with the reason."""
@@ -497,11 +550,12 @@ class Routes:
 
     async def load(self) -> Response:
         """Return the number of sequences that run or wait, as vLLM's server does."""
-        return json_response({"server_load": self._service.state.admission.count})
+        return json_response({"server_load": sum(model.admission.count for model in self._service.state.models)})
 
-    async def props(self) -> Response:
+    async def props(self, request: Request, model: str | None = None) -> Response:
         """Return the server's properties as llama.cpp's does, with the model's name in place of its path."""
-        engine, name = self._service.state.engine, self._service.names[0]
+        used = await self._service.use(request, model)
+        engine, name = used.engine, used.names[0]
         settings = engine.default_params
         params = {
             "n_predict": -1,
@@ -530,28 +584,32 @@ class Routes:
 
     async def metrics(self) -> Response:
         """Return the metrics in Prometheus' text format."""
-        page, kind = self._service.metrics.page()
+        page, kind = self._service.metrics_page()
         return Response(page, headers={"content-type": kind})
 
     async def version(self) -> Response:
         """Return the version of this package."""
         return json_response({"version": __version__})
 
-    def _model(self, engine: AsyncEngine, name: str, request: Request) -> dict[str, Any]:
-        """Return the description of the model. It has the fields of Anthropic's, too, for a client that reads these."""
-        created, longest = self._service.state.created, engine.limits.max_model_len
+    def _model(self, model: ServedModel, name: str, request: Request) -> dict[str, Any]:
+        """Return the description of a model under one of its names; an engine that is not loaded has no properties.
+
+        It has the fields of Anthropic's, too, for a client that reads these.
+        """
+        created = self._service.state.created
         since = datetime.fromtimestamp(created, UTC).isoformat()
-        more = {"type": "model", "display_name": name, "created_at": since, "max_input_tokens": longest}
+        found = {"id": name, "object": "model", "created": created, "owned_by": "speculant", "root": model.names[0]}
+        more = {"type": "model", "display_name": name, "created_at": since} if is_anthropic(request.scope) else {}
+        if (engine := model.loaded) is None:
+            return {**more, **found, "state": model.state}
+        longest = engine.limits.max_model_len
         return {
-            **(more if is_anthropic(request.scope) else {}),
-            "id": name,
-            "object": "model",
-            "created": created,
-            "owned_by": "speculant",
-            "root": self._service.names[0],
+            **(more and {**more, "max_input_tokens": longest}),
+            **found,
             "max_model_len": longest,
             "chat": engine.tokenizer.chat_template is not None and not engine.has_source,
             "speculation": {"on": engine.speculating, "detail": engine.speculation},
+            "state": model.state,
         }
 
 

@@ -399,12 +399,14 @@ class Prompt:
     """Token ids, and their text if they were made from one. rendered: set for a conversation.
 
     source: what the encoder of an encoder-decoder model reads; the prompt is its decoder's. offsets: where the text of
-    each token begins, if the answer repeats the prompt with its log-probabilities.
+    each token begins, if the answer repeats the prompt with its log-probabilities. conversation: the body with all
+    messages, from which it was rendered.
     """
 
     tokens: Sequence[int]
     text: str | None = None
     rendered: RenderedPrompt | None = None
+    conversation: ConversationBody | None = None
     offsets: Sequence[int] = ()
     source: Sequence[int] | None = None
 
@@ -507,6 +509,13 @@ class Prompts:
             _check_fits(engine, text, body)
 
     def _rendered(self, engine: AsyncEngine, messages: Sequence[Message], body: ConversationBody) -> Prompt:
+        rendered = self.render(engine, messages, body)
+        _check_fits(engine, rendered.text, body)
+        tokens = _cut(engine, engine.tokenizer.encode(rendered.text, bool(body.add_special_tokens)), body)
+        return Prompt(tokens, rendered.text, replace(rendered, tokens=tokens), body)
+
+    def render(self, engine: AsyncEngine, messages: Sequence[Message], body: ConversationBody) -> RenderedPrompt:
+        """Return the text of these messages, in the caller's thread; the other fields are those of a body."""
         variables = dict(body.chat_template_kwargs or {})
         for name in ("reasoning_effort", "documents"):
             if (value := getattr(body, name)) is not None:
@@ -518,9 +527,7 @@ class Prompts:
         begins, continues = body.add_generation_prompt is not False, bool(body.continue_final_message)
         rendered = engine.render_chat(conversation, tools, begins, variables, continue_final_message=continues)
         self._check_text(rendered.text)
-        _check_fits(engine, rendered.text, body)
-        tokens = _cut(engine, engine.tokenizer.encode(rendered.text, bool(body.add_special_tokens)), body)
-        return Prompt(tokens, rendered.text, replace(rendered, tokens=tokens))
+        return rendered
 
     async def of_params(self, engine: AsyncEngine, params: SamplingParams) -> SamplingParams:
         """Return the settings for an engine, see `prepare` there."""

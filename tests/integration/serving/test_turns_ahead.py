@@ -1,0 +1,306 @@
+"""The certain part of a chat's next prompt, and what clients send to /v1/prefill, is read while nothing runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from speculant import AsyncEngine, SamplingParams
+from speculant.errors import EngineClosedError
+from speculant.serving import Prompts, TextLanes, answers, certain
+from tests.models import Shape
+from tests.servers import LiveServer, serve
+from tests.tagged import CALLS_TEMPLATE, write_tagged
+
+__all__ = ["serve"]
+
+TOOLS = [{"type": "function", "function": {"name": "cut", "parameters": {"type": "object", "properties": {}}}}]
+FORGETFUL = """{%- set last = namespace(user=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}[{{ m.role }}]
+{%- if m.reasoning_content and loop.index0 > last.user %}<think>{{ m.reasoning_content }}</think>{% endif %}
+{{- m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}[end]
+{%- endfor %}{% if add_generation_prompt %}[assistant]<think>{% endif %}{# </think> #}"""
+SALUTATION: list[Any] = [{"role": "user", "content": "Tell me about ships, sails and rudders. " * 6}]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return checkpoints with templates, by name."""
+    templates = {"calls": CALLS_TEMPLATE, "forgetful": FORGETFUL, "broken": "{{ raise_exception('no') }}"}
+    tags = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    return {
+        name: write_tagged(tmp_path_factory.mktemp(name) / "model", template, tags, Shape(max_positions=2048))
+        for name, template in templates.items()
+    }
+
+
+def engine_of(folder: str, **arguments: Any) -> AsyncEngine:
+    return AsyncEngine(folder, max_num_seqs=4, dtype="float32", **arguments)
+
+
+def totals(server: LiveServer) -> tuple[int, int]:
+    """Return the tokens prepared, and those used."""
+    metrics = server.state.loaded.metrics  # type: ignore[union-attr]
+    return metrics.prepared_tokens, metrics.prepared_tokens_used
+
+
+def settled(server: LiveServer) -> tuple[int, int]:
+    """Return the totals once nothing more is prepared."""
+    last, since = totals(server), time.monotonic()
+    while time.monotonic() - since < 0.5:
+        if (now := totals(server)) != last:
+            last, since = now, time.monotonic()
+        time.sleep(0.01)
+    return last
+
+
+def chat(server: LiveServer, messages: Sequence[Any], **fields: Any) -> tuple[dict[str, Any], int]:
+    """Return the message of an answer, and how many tokens of the prompt were cached."""
+    answer = server.post("/v1/chat/completions", messages=messages, **{**GREEDY, **fields})
+    return answer["choices"][0]["message"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.parametrize("template", ["calls", "forgetful"])
+def test_the_next_turn_is_known(serve: Any, folders: dict[str, str], template: str) -> None:
+    """A template that drops the reasoning of earlier turns writes another history, which is read before it is sent."""
+    found = dict[bool, list[Any]]()
+    for ahead in (True, False):
+        server: LiveServer = serve(lambda: engine_of(folders[template]), turns_ahead=ahead).ready()
+        message, _ = chat(server, SALUTATION)
+        settled(server)
+        turn = [*SALUTATION, message, {"role": "user", "content": "And tides?"}]
+        found[ahead] = [message, *chat(server, turn)]
+        prepared, used = totals(server)
+        assert (prepared > 0, used > 0) == (ahead, ahead)
+        assert used <= prepared
+    assert found[True][:2] == found[False][:2], "other texts"
+    missing = [len(prompt_of(folders[template], turn)) - found[ahead][2] for ahead in (True, False)]
+    assert missing[0] < missing[1]
+    assert missing[0] < 16 + 40, "more is missing than the new message and the rest of a block"
+
+
+def prompt_of(folder: str, messages: Sequence[Any]) -> Sequence[int]:
+    """Return the tokens of a conversation."""
+
+    async def main() -> Sequence[int]:
+        async with engine_of(folder) as engine:
+            return engine.tokenizer.encode(engine.render_chat(messages).text, add_special_tokens=False)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("shape", ["chat", "streamed", "response", "message"])
+def test_every_shape_of_a_chat_has_turns_ahead(serve: Any, folders: dict[str, str], shape: str) -> None:
+    server: LiveServer = serve(lambda: engine_of(folders["calls"])).ready()
+    text = SALUTATION[0]["content"]
+    if shape == "chat":
+        chat(server, SALUTATION)
+    elif shape == "streamed":
+        server.chunks("/v1/chat/completions", messages=SALUTATION, **GREEDY)
+    elif shape == "response":
+        server.post("/v1/responses", input=text, temperature=0, max_output_tokens=40)
+    else:
+        server.post("/v1/messages", messages=SALUTATION, max_tokens=40, temperature=0)
+    assert settled(server)[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("template", "fields"),
+    [
+        ("calls", {"n": 2, "seed": 1, "temperature": 1.0}),
+        ("calls", {"truncate_prompt_tokens": 100}),
+        ("calls", {"add_generation_prompt": False}),
+    ],
+)
+def test_nothing_is_prepared_where_nothing_is_certain(
+    serve: Any, folders: dict[str, str], template: str, fields: dict[str, Any]
+) -> None:
+    server: LiveServer = serve(lambda: engine_of(folders[template])).ready()
+    chat(server, SALUTATION, **fields)
+    assert settled(server) == (0, 0)
+
+
+def test_completions_have_no_turns(serve: Any, folders: dict[str, str]) -> None:
+    server: LiveServer = serve(lambda: engine_of(folders["calls"])).ready()
+    server.post("/v1/completions", prompt="Ships " * 20, **GREEDY)
+    assert settled(server) == (0, 0)
+
+
+def test_nothing_is_prepared_without_a_prefix_cache(serve: Any, folders: dict[str, str]) -> None:
+    server: LiveServer = serve(lambda: engine_of(folders["calls"], enable_prefix_caching=False)).ready()
+    chat(server, SALUTATION)
+    assert settled(server) == (0, 0)
+    status, reply = prefill(server, messages=SALUTATION)
+    assert (status, "prefix caching is off" in reply["error"]["message"]) == (400, True)
+
+
+def test_a_call_is_followed_by_the_header_of_its_result(folders: dict[str, str]) -> None:
+    """Whatever the result is, the prompt of the next turn begins with what is certain."""
+    from speculant.serving import ChatBody, MessageReader, ServerOptions, ToolDelta
+
+    async def main() -> None:
+        async with engine_of(folders["calls"]) as engine:
+            prompts = Prompts(TextLanes(4), ServerOptions(), "client", 0)
+            body = ChatBody.model_validate({"messages": SALUTATION, "tools": TOOLS})
+            reader = MessageReader()
+            reader.message.calls.append(ToolDelta(0, "call_1", "cut", "{}"))
+            (answer,) = answers(reader, body.messages)
+            tokens = certain(prompts, engine, body, answer)
+            text = engine.tokenizer.decode(tokens, skip_special_tokens=False)
+            assert text.endswith("</tool_call>[end][tool")
+            result = {"role": "tool", "tool_call_id": "call_1", "content": "A result."}
+            turn = [*SALUTATION, answer.model_dump(exclude_none=True), result]
+            whole = engine.render_chat(turn, TOOLS).text
+            assert whole.startswith(text)
+
+    asyncio.run(main())
+
+
+def test_a_template_that_fails_is_ignored(folders: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    from speculant.errors import SpeculantError
+    from speculant.serving import ChatBody, MessageReader, ServerOptions
+
+    async def main() -> None:
+        async with engine_of(folders["broken"]) as engine:
+            prompts = Prompts(TextLanes(4), ServerOptions(), "client", 0)
+            body = ChatBody.model_validate({"messages": SALUTATION})
+            (answer,) = answers(MessageReader(), body.messages)
+            with pytest.raises(SpeculantError):
+                certain(prompts, engine, body, answer)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("earlier", "expected"),
+    [((), [True, False]), ((None,), [False]), (("Hm.",), [True]), (("Hm.", None), [True, False])],
+)
+def test_reasoning_comes_back_as_before(earlier: Sequence[str | None], expected: list[bool]) -> None:
+    from speculant.serving import Message, MessageReader
+
+    reader = MessageReader()
+    reader.message.reasoning, reader.message.content = "Well.", "Yes."
+    before = [Message(role="assistant", content="No.", reasoning_content=thought) for thought in earlier]
+    assert [each.reasoning_content is not None for each in answers(reader, before)] == expected
+
+
+# --- /v1/prefill
+
+
+def prefill(server: LiveServer, **body: Any) -> tuple[int, dict[str, Any]]:
+    reply = server.http.post("/v1/prefill", json=body)
+    return reply.status_code, reply.json()
+
+
+@pytest.mark.parametrize("body", [{"messages": SALUTATION}, {"prompt": "Ships and sails. " * 20}], ids=["chat", "text"])
+def test_a_prompt_that_was_sent_ahead_is_found(serve: Any, folders: dict[str, str], body: dict[str, Any]) -> None:
+    server: LiveServer = serve(lambda: engine_of(folders["calls"]), turns_ahead=False).ready()
+    route = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    status, first = prefill(server, **body)
+    assert (status, first["object"], first["cached_tokens"]) == (202, "prefill", 0)
+    status, waited = prefill(server, **body, wait=True)
+    size = first["prompt_tokens"]
+    assert (status, waited["prompt_tokens"], waited["cached_tokens"]) == (200, size, size // 16 * 16)
+    usage = server.post(route, **body, **GREEDY)["usage"]
+    assert usage["prompt_tokens"] == size
+    assert usage["prompt_tokens_details"]["cached_tokens"] == min(size - 1, size // 16 * 16)
+    assert totals(server) == (size // 16 * 16,) * 2
+
+
+def test_keys_and_salts_are_apart(serve: Any, folders: dict[str, str]) -> None:
+    server: LiveServer = serve(lambda: engine_of(folders["calls"]), turns_ahead=False, api_keys=("one", "two")).ready()
+    body = {"messages": SALUTATION}
+
+    def cached(key: str, **fields: Any) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        answer = server.http.post("/v1/chat/completions", json={**body, **GREEDY, **fields}, headers=headers).json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert server.http.post("/v1/prefill", json=body).status_code == 401
+    sent = {**body, "wait": True, "cache_salt": "mine"}
+    assert server.http.post("/v1/prefill", json=sent, headers={"authorization": "Bearer one"}).status_code == 200
+    assert cached("two", cache_salt="mine") == 0
+    assert cached("one") == 0
+    assert cached("one", cache_salt="mine") > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "problem"),
+    [
+        ({}, 400, "Send either prompt or messages"),
+        ({"prompt": "a", "messages": SALUTATION}, 400, "Send either prompt or messages"),
+        ({"prompt": "a", "model": "other"}, 404, "does not exist"),
+        ({"prompt": "a " * 5000}, 400, "too long"),
+        ({"prompt": [1, 2, 10**6]}, 400, "not a token id"),
+        ({"messages": []}, 400, "messages"),
+        ({"prompt": "a", "chat_template": "{{ 1 }}"}, 400, "chat_template"),
+    ],
+)
+def test_errors_are_those_of_other_routes(
+    serve: Any, folders: dict[str, str], body: dict[str, Any], status: int, problem: str
+) -> None:
+    server: LiveServer = serve(lambda: engine_of(folders["calls"]), max_prompt_characters=8000).ready()
+    found, reply = prefill(server, **body)
+    assert found == status, reply
+    assert problem in json.dumps(reply)
+
+
+# --- the engine's thread
+
+
+def test_preparations_end_with_the_engine(folders: dict[str, str]) -> None:
+    """Draining does not wait for them, and who waits for one is told how far it came."""
+
+    async def main() -> None:
+        engine = engine_of(folders["calls"])
+        begun = [await engine.prefill([1 + place, *range(3, 90), *range(3, 90)] * 8) for place in range(4)]
+        await engine.shutdown(drain=True)
+        results = [each.done.result(5) for each in begun]
+        assert sum(results) == engine.metrics.prepared_tokens < 4 * 1392
+        with pytest.raises(EngineClosedError):
+            await engine.prefill([1, 2, 3])
+
+    asyncio.run(main())
+
+
+def test_requests_and_preparations_do_not_wait_for_each_other(folders: dict[str, str]) -> None:
+    """The same tokens, whenever requests arrive."""
+
+    async def main(prepares: bool) -> list[list[int]]:
+        async with engine_of(folders["calls"]) as engine:
+            outputs = []
+            for place in range(6):
+                prompt = [4 + place, *range(3, 60)] * 6
+                if prepares:
+                    await engine.prefill(prompt[: 300 - 7 * place])
+                    await engine.prefill([5, *prompt])
+                    await asyncio.sleep(0.01 * place)
+                output = await engine.generate(prompt, SamplingParams(temperature=0.9, max_tokens=5))
+                outputs.append(output.outputs[0].token_ids)
+            return outputs
+
+    assert asyncio.run(main(True)) == asyncio.run(main(False))
+
+
+def test_a_client_that_leaves_cancels_nothing(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with engine_of(folders["calls"]) as engine:
+            begun = await engine.prefill([*range(3, 90)] * 4)
+            waiting = asyncio.ensure_future(asyncio.wrap_future(begun.done))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            async with asyncio.timeout(20):
+                while not begun.done.done():
+                    await asyncio.sleep(0.01)
+            assert begun.done.result() == 336
+            assert await engine.generate([1, 2], SamplingParams(max_tokens=1))
+
+    asyncio.run(main())
