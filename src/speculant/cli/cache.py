@@ -205,11 +205,11 @@ def _listed(folder: Path | None) -> Iterator[tuple[Path, list[KeptFile]]]:
 
 def _row(folder: Path, entries: list[KeptFile]) -> dict[str, Any]:
     """Describe the files of one kind in a folder."""
-    models, own = Counter[str](), KINDS[entries[0].kind].model_of
-    if own is not None:
+    models, described_by = Counter[str](), KINDS[entries[0].kind].model_of
+    if described_by is not None:
         for entry in entries:
             with suppress(OSError, ValueError):  # it is damaged, or was deleted meanwhile
-                models[own(entry.path)] += 1
+                models[described_by(entry.path)] += 1
     return {
         "kind": entries[0].kind,
         "folder": str(folder),

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speculant import plugins
 from speculant.cache import CacheShape, KVCache
@@ -41,7 +41,6 @@ from speculant.drafting.methods import KIND
 from speculant.engine.draft_loading import DraftLoader
 from speculant.engine.engine import Engine, EngineOptions
 from speculant.engine.fair_steps import FairSteps
-from speculant.engine.learning import LearnedFiles, Learning, vocabulary_digest
 from speculant.engine.memory import CacheMemory
 from speculant.engine.nearby import FoundDraft, find_drafts
 from speculant.engine.precision import AUTO, LARGE_BYTES, HeadRounding, rounded
@@ -77,6 +76,9 @@ from speculant.sampling import KeyedChances
 from speculant.text import Tokenizer
 from speculant.types import DraftPrice
 from speculant.verification import Verifier
+
+if TYPE_CHECKING:
+    from speculant.engine.learning import Learning
 
 logger = logging.getLogger(__name__)
 
@@ -250,6 +252,8 @@ def _learning(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer, dr
     """Return what keeps the drafters' learning, begun with what the folder has; None = it is not kept."""
     if config.learn is None:
         return None
+    from speculant.engine.learning import LearnedFiles, Learning, vocabulary_digest
+
     size = target.model.vocab_size
     folder, vocabulary = Path(config.learn).expanduser(), vocabulary_digest(tokenizer, size)
     learning = Learning(LearnedFiles(folder, vocabulary, str(config.model)), drafters, size)

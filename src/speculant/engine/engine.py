@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from speculant.cache import KVCache
 from speculant.config import Limits
 from speculant.constraints import Constraint
 from speculant.drafting import Drafters
 from speculant.engine.commit import Committed, ending_with, fail
-from speculant.engine.learning import Learning
 from speculant.engine.profiling import Mark, unmarked
 from speculant.engine.requests import CheckedRequest, RequestFactory, RequestRules
 from speculant.engine.runner import check_target
@@ -31,6 +31,9 @@ from speculant.sampling import Chances
 from speculant.scheduling import PREPARED, Preparation, Preparations, Schedule, Scheduler
 from speculant.types import ANYONE, NOBODY, Client, Ending, Request, Sender, StepOutput, StopChecker
 from speculant.verification import Verifier, checked_verifiers
+
+if TYPE_CHECKING:
+    from speculant.engine.learning import Learning
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +145,8 @@ class Engine:
             raise RequestError(f"the request id {request_id!r} is in use", "give each request an id of its own.")
         samples = self._factory.make(checked, request_id, stop_checker)
         self._is_new = True
-        self._preparations.pause()
+        if self._preparations.holds:
+            self._preparations.pause()
         sequences = samples[: _num_sequences(checked.params)]
         self._scheduler.add(sequences)
         self._by_id[request_id] = list(sequences)

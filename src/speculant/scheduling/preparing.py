@@ -64,6 +64,7 @@ class Preparations:
         self._cache, self._salt, self.prefixes = cache, salt, PreparedPrefixes(cache)
         self._rows, self._most, self._least_s = 1, most_rows, math.inf  # of the next part; of a part; of the shortest
         self._queues: dict[str, deque[Preparation]] = {}  # by client, the next one first; none is empty
+        self.holds = False  # blocks of a part that ended within one
         self._known = 0  # blocks of the part's prompt that were in the index before it
 
     def __len__(self) -> int:
@@ -112,6 +113,7 @@ class Preparations:
     def pause(self) -> None:
         """Hold nothing, because a request comes."""
         self._cache.release(PREPARED)
+        self.holds = False
 
     def _end_block(self, item: Scheduled) -> None:
         client, size = item.request.sender.client.name, self._cache.block_size
@@ -162,6 +164,7 @@ class Preparations:
             return None
         if not end % size:
             self._cache.part_at(PREPARED, end)
+        self.holds = True
         return Scheduled(request, start, end - start)
 
     def _match(self, seq_id: int, request: Request) -> int:
