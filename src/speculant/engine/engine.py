@@ -130,7 +130,8 @@ class Engine:
             raise RequestError(f"the request id {request_id!r} is in use", "give each request an id of its own.")
         samples = self._factory.make(checked, request_id, stop_checker)
         self._is_new = True
-        self._preparations.pause()
+        if self._preparations.holds:
+            self._preparations.pause()
         sequences = samples[: _num_sequences(checked.params)]
         self._scheduler.add(sequences)
         self._by_id[request_id] = list(sequences)

@@ -58,12 +58,13 @@ class Preparation:
 
 
 class Preparations:
-    """The queue. most_rows: of a pass. salt: see `Scheduler`."""
+    """The queue. most_rows: of a pass. salt: see `Scheduler`. holds: `pause` is to be called before a request comes."""
 
     def __init__(self, cache: KVCache, most_rows: int, salt: Callable[[Request], str]) -> None:
         self._cache, self._salt, self.prefixes = cache, salt, PreparedPrefixes(cache)
         self._rows, self._most, self._least_s = 1, most_rows, math.inf  # of the next part; of a part; of the shortest
         self._queues: dict[str, deque[Preparation]] = {}  # by client, the next one first; none is empty
+        self.holds = False
         self._known = 0  # blocks of the part's prompt that were in the index before it
 
     def __len__(self) -> int:
@@ -110,6 +111,7 @@ class Preparations:
     def pause(self) -> None:
         """Hold nothing, because a request comes."""
         self._cache.release(PREPARED)
+        self.holds = False
 
     def _end_block(self, item: Scheduled) -> None:
         client, size = item.request.sender.client.name, self._cache.block_size
@@ -160,6 +162,7 @@ class Preparations:
             return None
         if not end % size:
             self._cache.part_at(PREPARED, end)
+        self.holds = True
         return Scheduled(request, start, end - start)
 
     def _match(self, seq_id: int, request: Request) -> int:
