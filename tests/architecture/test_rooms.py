@@ -13,10 +13,10 @@ SLACK = 0.05  # of a budget, which follows a room that shrinks
 INNER_IMPORTS = 138  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
-    "cache": (1499, 5),
-    "cli": (3546, 13),
-    "drafting": (7756, 44),
-    "engine": (5957, 20),
+    "cache": (2283, 8),
+    "cli": (3690, 13),
+    "drafting": (7765, 44),
+    "engine": (6340, 23),
     "kernels": (1790, 8),
     "lab.bench": (4260, 13),
     "lab.cli": (2913, 14),
@@ -30,8 +30,8 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "models": (15044, 76),
     "sampling": (419, 3),
     "scale": (2056, 10),
-    "scheduling": (1088, 4),
-    "serving": (10613, 45),
+    "scheduling": (1325, 5),
+    "serving": (10785, 46),
     "structured": (1884, 10),
     "text": (2857, 12),
     "verification": (610, 10),

@@ -204,39 +204,36 @@ class Engine:
         with finish_reason "error", and leaves the others running.
         """
         with self._turn:
-            return self._step()
-
-    def _step(self) -> list[StepOutput]:
-        self.doubtful = False
-        if not self._by_id:
-            self._prepare()
-            return []
-        if self.measurement.active:
-            self._measure()
-        started = time.perf_counter()
-        with self.mark("schedule"):
-            schedule = self._scheduler.schedule()
-        for request in schedule.preempted:
-            self._drafters.end(request)
-        committed, timings = self._run(schedule)
-        if self.stored_prefixes is not None:
-            rows = sum(item.num_rows for item in schedule.items)
-            self.stored_prefixes.note_passes(rows, sum(timing.pass_s for timing in timings))
-            self.metrics.disk_hit_tokens = self.stored_prefixes.files.read_tokens
-        if timings and self._scheduler.shares:
-            self._charge(schedule, committed, timings)
-        outputs, explained = list[StepOutput](), not committed
-        for each in committed:
-            outputs += each.outputs
-            error = each.request.ending.error
-            explained = explained or error is None or isinstance(error, SpeculantError)
-            if each.request.ending.reason is not None:
-                self._end(each.request)
-        self.doubtful = not explained
-        self._count(schedule, committed)
-        self._last_s = time.perf_counter() - started
-        self.metrics.count_times(self._last_s, timings)
-        return outputs
+            self.doubtful = False
+            if not self._by_id:
+                self._prepare()
+                return []
+            if self.measurement.active:
+                self._measure()
+            started = time.perf_counter()
+            with self.mark("schedule"):
+                schedule = self._scheduler.schedule()
+            for request in schedule.preempted:
+                self._drafters.end(request)
+            committed, timings = self._run(schedule)
+            if self.stored_prefixes is not None:
+                rows = sum(item.num_rows for item in schedule.items)
+                self.stored_prefixes.note_passes(rows, sum(timing.pass_s for timing in timings))
+                self.metrics.disk_hit_tokens = self.stored_prefixes.files.read_tokens
+            if timings and self._scheduler.shares:
+                self._charge(schedule, committed, timings)
+            outputs, explained = list[StepOutput](), not committed
+            for each in committed:
+                outputs += each.outputs
+                error = each.request.ending.error
+                explained = explained or error is None or isinstance(error, SpeculantError)
+                if each.request.ending.reason is not None:
+                    self._end(each.request)
+            self.doubtful = not explained
+            self._count(schedule, committed)
+            self._last_s = time.perf_counter() - started
+            self.metrics.count_times(self._last_s, timings)
+            return outputs
 
     def _prepare(self) -> None:
         """Compute a part of a preparation."""

@@ -58,7 +58,7 @@ class Preparation:
 
 
 class Preparations:
-    """The queue. most_rows: of a pass. salt: see `Scheduler`."""
+    """The queue. most_rows: of a pass. salt: see `Scheduler`. holds: `pause` is to be called before a request comes."""
 
     def __init__(self, cache: KVCache, most_rows: int, salt: Callable[[Request], str]) -> None:
         self._cache, self._salt, self.prefixes = cache, salt, PreparedPrefixes(cache)
