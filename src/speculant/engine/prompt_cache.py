@@ -16,6 +16,7 @@ from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.files import Stamp, cache_folder, read_measured, write_file
 from speculant.gguf_file import parts_of
+from speculant.kernels import VERSION
 from speculant.models import CausalLM, SequenceInput, build_batch, encode_sources
 from speculant.types import DraftTree
 
@@ -53,10 +54,10 @@ def open_prompt_cache(
 def _model_digest(model: CausalLM, place: Path, cache: KVCache) -> bytes:
     """Return a digest of all that keys and values depend on beside the tokens: the weights and the arithmetic.
 
-    The arithmetic is known by what it computes for a few tokens, so that equal kernels share files whatever their
-    version and instruction set, and no other ones do.
+    The arithmetic is known by the versions of its code, and by what it computes for a few tokens: instruction sets with
+    equal bits share files, and others do not.
     """
-    facts = (_FORMAT, cache.block_size, model.cache_shape, content_digest(place))
+    facts = (_FORMAT, VERSION, torch.__version__, cache.block_size, model.cache_shape, content_digest(place))
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=16)
     for content in _probe(model, cache):
         digest.update(content)

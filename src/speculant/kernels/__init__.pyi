@@ -19,6 +19,7 @@ from .native import (
     MOST_GROUP as MOST_GROUP,
     SCALE_BYTES as SCALE_BYTES,
     TYPES as TYPES,
+    VERSION as VERSION,
     Activation as Activation,
     Arena as Arena,
     Bounds as Bounds,

@@ -131,7 +131,7 @@ class Scratch:
         return blocks[-1]
 
 
-VERSION = 30
+VERSION = 30  # of the calls of the library, and of the bits that they compute
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 MOST_CONV = 16  # positions that a convolution sees
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits
