@@ -39,6 +39,7 @@ class Loaded:
 
     folders: dict[str, str]
     size: int = 0  # of each, as it is expected
+    more: dict[str, Any] = field(default_factory=dict)  # settings
     steps: FairSteps = field(default_factory=FairSteps)
     loads: list[str] = field(default_factory=list)
     engines: list[weakref.ref[AsyncEngine]] = field(default_factory=list)
@@ -52,7 +53,7 @@ class Loaded:
     def _loader(self, name: str) -> Callable[[], AsyncEngine]:
         def load() -> AsyncEngine:
             self.before(name)
-            engine = AsyncEngine(self.folders[name], steps=self.steps, **SETTINGS)
+            engine = AsyncEngine(self.folders[name], steps=self.steps, **SETTINGS, **self.more)
             self.loads.append(name)
             self.engines.append(weakref.ref(engine))
             return engine
@@ -113,6 +114,20 @@ def alternate(server: LiveServer, texts: dict[tuple[str, str], str]) -> None:
 
     with ThreadPoolExecutor(8) as clients:
         list(clients.map(ask, range(24)))
+
+
+def test_a_model_that_was_put_away_reads_its_prompts_from_the_disk(
+    serve: Any, folders: dict[str, str], texts: dict[tuple[str, str], str], size: int, tmp_path: Path
+) -> None:
+    more = {"prompt_cache": tmp_path / "prompts", "learn": tmp_path / "learned", "block_size": 4}
+    loaded = Loaded(folders, size, more)
+    server = serve(loaded.sources(), memory=int(1.5 * size)).ready()
+    for turn in range(2):
+        for name in "ab":
+            answer = server.post("/v1/completions", model=name, prompt=PROMPTS[0], **GREEDY)
+            assert answer["choices"][0]["text"] == texts[name, PROMPTS[0]]
+            assert bool(answer["usage"]["prompt_tokens_details"]["cached_tokens"]) == bool(turn)
+    assert loaded.loads == ["a", "b", "a", "b"]
 
 
 def test_two_models_alternate_in_the_room_of_one(
