@@ -16,7 +16,6 @@ The tokens belong to the draft model's tokenizer, which may read a text as other
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -61,6 +60,7 @@ from speculant.sampling import Chances, MostLikely, Node
 from speculant.types import DraftPrice, DraftTree, Request
 
 NODES_PER_BEAM = 2
+FETCH_S = 0.1  # for reading a new sequence's prefix from the disk; the rest is computed
 MOST_LIKELY = MostLikely()  # a greedy distribution has one token, which any chance draws
 
 
@@ -325,7 +325,7 @@ class DraftModelRunner:
         committed = self.committed(request) if request.num_drafted or self.vocabulary is not None else text
         if cached.salt != salt or (not cached.tokens and not held):
             self.cache.release(request.seq_id)
-            self.cache.fetch(committed, salt, math.inf)
+            self.cache.fetch(committed, salt, FETCH_S)
             held = self.cache.match_prefix(request.seq_id, committed, salt)
             cached.tokens, cached.agreed, cached.salt = text[:held], 0, salt
         keep, most = cached.agreed, min(len(cached.tokens), len(text) - 1)
