@@ -36,7 +36,7 @@ NATIVE: dict[str, dict[str, str]] = {
 }
 ENGINES = {"float64": {"dtype": "float64", "kernels": "reference"}, **(NATIVE if usable_sets() else {})}
 DRAFTERS = plugins.names("speculant.drafting")
-BLOCK = 4
+BLOCK, READ = 4, BlockFiles.read
 PROMPTS = [[*range(70, 83), 71, 72], [*range(70, 80), *range(90, 97)], [88, 71, 70, 71, 70, 71, 70, 71, 70]]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=2),
@@ -253,6 +253,59 @@ def test_reading_stops_nobody(write: Callable[..., str], tmp_path: Path, monkeyp
     assert found == cold[0][0]
     assert steps >= 160 / BLOCK * 0.02 / (STEP_S + 2 * 0.02)
     assert not llm.engine._scheduler._read
+
+
+def test_a_long_prompt_gets_on_in_every_step(write: Callable[..., str], tmp_path: Path) -> None:
+    """However little time a step has for it, some keys are found or a block is read."""
+    target, folder = write("llama"), tmp_path / "prompts"
+    prompt = [70 + place * place % 19 for place in range(200)]
+    first = engine(target, folder, **ENGINES["float64"])
+    cold = texts(first, [prompt], PARAMS[:1])
+    stored(first)
+    llm = engine(target, folder, **ENGINES["float64"])
+    calls = 1
+    while not llm.engine._context.cache.fetch(prompt, "", 0.0):
+        calls += 1
+        assert calls <= 3 * 200 // BLOCK
+        llm.engine.check()
+    assert calls >= 200 // BLOCK
+    assert not stored(llm)._searches
+    assert texts(llm, [prompt], PARAMS[:1]) == cold
+    for _ in range(20):  # requests that are aborted meanwhile
+        llm.engine._context.cache.fetch([*prompt[: 8 + _], *prompt], "", 0.0)
+    assert len(stored(llm)._searches) <= 8
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_files_that_can_not_be_read(
+    family: str, drafts: bool, write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of them it is, for target or draft: what follows is computed, and nothing is tried again and again."""
+    target, folder = write(family, next(iter(VARIANTS[family]))), tmp_path / "prompts"
+    settings = ENGINES["float64"] | ({"draft_model": target} if drafts else {"use_speculative_decoding": False})
+    first = engine(target, folder, **settings)
+    cold = texts(first)
+    stored(first)
+    paths = [entry.path for entry in entries(folder)]
+    for path in random.Random(1).sample(paths, min(len(paths), 12)):
+        content = path.read_bytes()
+        path.unlink()
+        path.symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "elsewhere").write_bytes(content)
+        llm = engine(target, folder, **settings)
+        reads = list[Any]()
+
+        def read(files: BlockFiles, *given: Any, reads: list[Any] = reads) -> memoryview | None:
+            reads.append(given)
+            return READ(files, *given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockFiles, "read", read)
+            assert texts(llm) == cold
+        assert len(reads) <= 2 * len(paths)
+        path.unlink()
+        path.write_bytes(content)
 
 
 def test_preparations_read_from_the_disk(write: Callable[..., str], tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ encoder-decoder model is one file. A file is written under a temporary name, the
 its name and its tokens are right; any other file of this form is deleted. Errors of the disk are logged, once for each
 kind, and prompts are computed as without a cache.
 
-Files are written in a thread. Nothing waits for it: what comes while too much waits is not kept. When all files take
-more bytes than they may, or the disk is full, the least recently used ones are deleted. A sequence that ends marks its
-files as used, the first block last, so that a text loses its end first.
+Files are written in a thread, for which nothing waits: while it is far behind, nothing more is kept. When all files
+take more bytes than they may, or the disk is full, the least recently used ones are deleted. A sequence that ends marks
+its files as used, the first block last, so that a text loses its end first.
 
 Content is read only if that takes less time than computing it again, by what both took before.
 """
@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".kv"
 STATES, SOURCE = 0xFFFE, 0xFFFF  # places of a file that is no group's block
 MOST_WAITING = 2**28  # bytes that wait to be written
+MARK_BYTES = 2**12
+MOST_BYTES = 2**30  # of a file
 FLUSH_S = 30.0  # for what waits when an engine ends
 PAUSE_S = 60.0  # after an error, until files are written again
 SCAN_S = 300.0  # between looks at the folder: other processes write there too
@@ -170,11 +172,11 @@ class BlockFiles:
         """Whether there is a file, sound or not."""
         return os.path.exists(self._path(key, place))
 
-    def read(self, key: bytes, place: int, tokens: Sequence[int]) -> memoryview | None:
-        """Return the content of a file; None if there is none, or it is damaged and thus deleted."""
+    def read(self, key: bytes, place: int, tokens: Sequence[int], size: int) -> memoryview | None:
+        """Return the content of a file, `size` bytes; None if there is none, or it is damaged and thus deleted."""
         path, started = self._path(key, place), time.perf_counter()
         try:
-            own, content = _read(path, path_name(key, place))
+            own, content = _read(path, path_name(key, place), size)
             if own != array("i", tokens).tobytes():
                 raise DamagedBlockError("it holds other tokens")
         except FileNotFoundError:
@@ -198,7 +200,12 @@ class BlockFiles:
         self, key: bytes, place: int, tokens: Sequence[int], cache_salt: str, size: int, content: Callable[[], Content]
     ) -> None:
         """Write a file of `size` bytes in the background, unless it is there, or too much waits; content is copied."""
-        if self.has(key, place) or self._waiting + size > MOST_WAITING or time.monotonic() - self._paused < PAUSE_S:
+        if (
+            self.has(key, place)
+            or size > MOST_BYTES // 2
+            or self._waiting + size > MOST_WAITING
+            or time.monotonic() - self._paused < PAUSE_S
+        ):
             return
         salt = cache_salt.partition("\0")[0]  # what follows is not the client's
         facts = (
@@ -213,8 +220,9 @@ class BlockFiles:
     def mark_used(self, keys: Sequence[bytes], places: Iterable[int]) -> None:
         """Mark the files of a text's blocks, the first block's as the last used ones."""
         paths = [self._path(key, place) for key in reversed(keys) for place in places]
-        if paths:
-            self._submit(0, partial(_mark_used, paths))
+        size = MARK_BYTES * len(paths)  # the work of so many bytes
+        if paths and self._waiting + size <= MOST_WAITING:
+            self._submit(size, partial(_mark_used, paths))
 
     def flush(self) -> None:
         """Wait until all that waits is written, but not for ever."""
@@ -233,7 +241,7 @@ class BlockFiles:
                 self._paused = time.monotonic()
                 self._say("write", f"prompts are not kept in {self.folder} for {PAUSE_S:.0f} s: {error}")
                 if error.errno == errno.ENOSPC:  # the files of long ago make room for later ones
-                    prune(self.folder, self._size - 1)
+                    self._size = prune(self.folder, sum(entry.size for entry in entries(self.folder)) - 1)
             except Exception:
                 logger.exception("a prompt was not kept")
             finally:
@@ -305,27 +313,26 @@ def _digest(*parts: bytes) -> bytes:
     return digest.digest()
 
 
-def _read(path: Path, name: bytes) -> tuple[bytes, memoryview]:
-    """Return the tokens and the content of a file. Raises OSError and DamagedBlockError."""
+def _read(path: Path, name: bytes, size: int | None = None) -> tuple[bytes, memoryview]:
+    """Return the tokens and the content of a file, of this size if one is given. Raises OSError, DamagedBlockError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(descriptor, "rb", buffering=0) as file:
-        status = os.fstat(descriptor)
+        status, head = os.fstat(descriptor), file.read(_HEADER.size) or b""
         if status.st_uid != os.geteuid():
             raise DamagedBlockError("it belongs to another user")
-        data = memoryview(bytearray(status.st_size))
-        if file.readinto(data) != status.st_size:
-            raise DamagedBlockError("it changed while it was read")
-    if len(data) < _HEADER.size:
-        raise DamagedBlockError("it is too short")
-    magic, crc, *_, own, _, tokens, size = _HEADER.unpack_from(data)
-    start = _HEADER.size + array("i").itemsize * tokens
-    if magic != _MAGIC or len(data) != start + size:
-        raise DamagedBlockError("its form is another one")
-    if zlib.crc32(data[_CRC_END:]) != crc:
-        raise DamagedBlockError("it has changed since it was written")
-    if own != name:
-        raise DamagedBlockError("it has the name of another file")
-    return bytes(data[_HEADER.size : start]), data[start:]
+        if len(head) < _HEADER.size:
+            raise DamagedBlockError("it is too short")
+        magic, crc, *_, own, _, count, length = _HEADER.unpack(head)
+        tokens = array("i").itemsize * count
+        whole = _HEADER.size + tokens + length
+        if magic != _MAGIC or status.st_size != whole or whole > MOST_BYTES or size not in (None, length):
+            raise DamagedBlockError("its form is another one")
+        if own != name:
+            raise DamagedBlockError("it has the name of another file")
+        data = memoryview(bytearray(tokens + length))
+        if file.readinto(data) != len(data) or zlib.crc32(data, zlib.crc32(head[_CRC_END:])) != crc:
+            raise DamagedBlockError("it has changed since it was written")
+    return bytes(data[:tokens]), data[tokens:]
 
 
 def _mark_used(paths: Sequence[Path]) -> None:

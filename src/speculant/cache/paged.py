@@ -1073,6 +1073,7 @@ def part_of(cache: KVCache, whole: CacheShape, part: CacheShape) -> KVCache:
     return PartialCache(cache, groups)
 
 
+AGAIN_S, MOST_UNREAD = 1.0, 64  # a text that waits for room holds its source again in each step
 MEASURED = -1000  # the id of a source that no request has
 
 Key = tuple[str, tuple[int, ...]]  # salt, tokens
@@ -1100,6 +1101,7 @@ class Sources:
         self._by_key: dict[Key, Source] = {}
         self._held: dict[int, tuple[Key, Source]] = {}  # by the holder's sequence id
         self._next_id = MEASURED - 1
+        self._unread: dict[Key, float] = {}  # until when a source is not read again from the disk
 
     def hold(self, seq_id: int, tokens: Sequence[int], cache_salt: str = "") -> Source:
         """Let a text hold its source, which it may hold already."""
@@ -1108,8 +1110,11 @@ class Sources:
             if key not in self._by_key:
                 source = self._by_key[key] = Source(self._next_id, key[1], cache_salt)
                 self._next_id -= 1
-                if self._cache.stored is not None:
+                if self._cache.stored is not None and time.monotonic() >= self._unread.get(key, 0.0):
                     self._cache.stored.load_source(source)
+                    self._unread[key] = time.monotonic() + AGAIN_S
+                    if len(self._unread) > MOST_UNREAD:
+                        del self._unread[next(iter(self._unread))]
             self._held[seq_id] = key, self._by_key[key]
         source = self._held[seq_id][1]
         source.holders.add(seq_id)

@@ -12,14 +12,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from speculant.cache.base import KVStorage
 from speculant.cache.disk import SOURCE, STATES, BlockFiles
 from speculant.cache.paged import BlockPool, KVCache, PrefixNode, Source, indexed
 
-LEAST_ROWS = 32  # of a pass that shows what a prompt's tokens cost
+LEAST_ROWS = 32  # of a pass whose time shows what a token of a prompt takes
+MOST_SEARCHES = 8  # that are remembered until they go on
 Missing = tuple[int, int]  # the number of a block of a text, and the place of its group
+
+
+@dataclass
+class Search:
+    """What is known of a text's files. keys: of its first blocks. failed: files that are there and can't be used."""
+
+    tokens: tuple[int, ...]
+    cache_salt: str
+    keys: list[bytes] = field(default_factory=list)
+    is_complete: bool = False
+    failed: set[Missing] = field(default_factory=set)
+
+    def lacks(self, index: int, place: int, ends: bool) -> None:
+        """Note that a file can't be used. ends: no prefix is known beyond it."""
+        self.failed.add((index, place))
+        if ends:
+            del self.keys[index:]
+            self.is_complete = True
 
 
 class StoredPrefixes:
@@ -35,16 +55,47 @@ class StoredPrefixes:
         for place, pool in enumerate(cache.pools):
             pool.index.on_inserted = partial(self._keep, place)
         self._sizes = {place: self._storage.size(place, self._slots(place, 0)) for place in self._pools}
+        self._searches = dict[tuple[str, tuple[int, ...]], Search]()
         cache.stored = self
 
     def fetch(self, tokens: Sequence[int], cache_salt: str, seconds: float) -> bool:
-        """Bring blocks of a prefix into the prefix index; return False if there was not enough time for all of them."""
-        end, failed = time.perf_counter() + seconds, set[Missing]()
-        nodes = self._cache.tree.match(tokens, cache_salt)
-        keys = self._keys(nodes, tokens, cache_salt)
-        most, block_size = len(tokens) - 1, self._cache.block_size
+        """Bring blocks of a prefix into the prefix index; return False if there was not enough time for all of them.
+
+        Then another call goes on. Each call gets further, if only by a block.
+        """
+        nodes, name = self._cache.tree.match(tokens, cache_salt), (cache_salt, tuple(tokens))
+        search = self._searches.pop(name, None) or Search(name[1], cache_salt)
+        if self._find_keys(search, nodes, seconds) and self._load(search, nodes, seconds):
+            return True
+        self._searches[name] = search
+        if len(self._searches) > MOST_SEARCHES:  # the oldest one's request was aborted, or waits long
+            del self._searches[next(iter(self._searches))]
+        return False
+
+    def _find_keys(self, search: Search, nodes: Sequence[PrefixNode], seconds: float) -> bool:
+        """Find the keys of a text's blocks, as far as each may be known in every group without a window.
+
+        Returns False if there was not enough time.
+        """
+        tokens, keys, end = search.tokens, search.keys, time.perf_counter() + seconds
+        keys += [self._key_of(node) for node in nodes[len(keys) :]]
+        whole = [place for place, pool in self._pools.items() if pool.window is None]
+        while not search.is_complete:
+            known = keys[-1] if keys else self.files.root(search.cache_salt)
+            key = self.files.child(known, self._cache.tree.tokens_of(tokens, len(keys)))
+            is_full = (len(keys) + 1) * self._cache.block_size <= len(tokens)
+            search.is_complete = not is_full or not all(self.files.has(key, place) for place in whole)
+            if not search.is_complete:
+                keys.append(key)
+                if time.perf_counter() > end:
+                    return False
+        return True
+
+    def _load(self, search: Search, nodes: list[PrefixNode], seconds: float) -> bool:
+        """Read what the longest known prefix lacks in memory; return False if there was not enough time."""
+        block_size, most = self._cache.block_size, len(search.tokens) - 1
         known = self._cache.known(indexed(nodes), max(0, min(len(nodes) * block_size, most)))
-        if known >= min(len(keys) * block_size, most):
+        if known >= min(len(search.keys) * block_size, most):
             return True
         held = [
             (pool, block)
@@ -54,24 +105,25 @@ class StoredPrefixes:
         ]
         for pool, block in held:
             pool.share(block)
+        end, is_first = time.perf_counter() + seconds, True
         try:
-            while missing := self._missing(nodes, keys, most, failed):
+            while missing := self._missing(search, nodes):
                 gained = (1 + max(index for index, _ in missing)) * block_size - known
                 size = sum(self._sizes[place] for _, place in missing)
                 if not self.files.speed.allows(size, max(1, gained)):
                     return True
                 for index, place in missing:
-                    if time.perf_counter() > end:
+                    if not is_first and time.perf_counter() > end:
                         return False
-                    if not self._pools[place].num_free:
+                    pool, is_first = self._pools[place], False
+                    if not pool.num_free:
                         return True
-                    content = self.files.read(keys[index], place, self._cache.tree.tokens_of(tokens, index))
-                    if content is None or len(content) != self._sizes[place]:
-                        failed.add((index, place))
+                    own = self._cache.tree.tokens_of(search.tokens, index)
+                    content = self.files.read(search.keys[index], place, own, self._sizes[place])
+                    if content is None:
+                        search.lacks(index, place, ends=pool.window is None)
                         break
-                    held.append(
-                        (self._pools[place], self._insert(nodes, keys, tokens, cache_salt, index, place, content))
-                    )
+                    held.append((pool, self._insert(search, nodes, index, place, content)))
                     self.files.read_tokens += block_size if place == 0 else 0
             return True
         finally:
@@ -100,16 +152,17 @@ class StoredPrefixes:
         count = len(source.tokens)
         if not self._keeps_sources or self._cache.length(source.seq_id) or not count:
             return
-        key = self._source_key(source)
-        content = self.files.read(key, SOURCE, source.tokens) if self.files.has(key, SOURCE) else None
-        if content is None or not self._cache.has_room(count):
+        key, sizes = (
+            self._source_key(source),
+            [self._storage.size(g, range(count)) for g in range(self._cache.num_groups)],
+        )
+        if not self._cache.has_room(count) or not self.files.has(key, SOURCE):
+            return
+        content = self.files.read(key, SOURCE, source.tokens, sum(sizes))
+        if content is None:
             return
         slots = self._cache.reserve(source.seq_id, count)
         parts = [slots.slots, *slots.others]
-        sizes = [self._storage.size(group, own) for group, own in enumerate(parts)]
-        if sum(sizes) != len(content):
-            self._cache.release(source.seq_id)
-            return
         for group, (own, size) in enumerate(zip(parts, sizes, strict=True)):
             self._storage.load(group, own, content[:size])
             content = content[size:]
@@ -151,23 +204,8 @@ class StoredPrefixes:
             key = each.key = self.files.child(key, each.tokens)
         return key
 
-    def _keys(self, nodes: Sequence[PrefixNode], tokens: Sequence[int], cache_salt: str) -> list[bytes]:
-        """Return the keys of a text's blocks, as far as each may be known in every group without a window."""
-        tree, size = self._cache.tree, self._cache.block_size
-        keys = [self._key_of(node) for node in nodes]
-        whole = [place for place, pool in self._pools.items() if pool.window is None]
-        key = keys[-1] if keys else self.files.root(cache_salt)
-        for index in range(len(nodes), len(tokens) // size):
-            key = self.files.child(key, tree.tokens_of(tokens, index))
-            if not all(self.files.has(key, place) for place in whole):
-                break
-            keys.append(key)
-        return keys
-
-    def _missing(
-        self, nodes: Sequence[PrefixNode], keys: Sequence[bytes], most: int, failed: set[Missing]
-    ) -> list[Missing]:
-        """Return what the longest prefix of `most` positions needs that is in files alone, in the order of reading."""
+    def _missing(self, search: Search, nodes: Sequence[PrefixNode]) -> list[Missing]:
+        """Return what the longest prefix needs that is in files alone, in the order of reading."""
         places = {id(pool): place for place, pool in self._pools.items()}
 
         def is_here(pool: BlockPool, index: int) -> bool:
@@ -177,9 +215,10 @@ class StoredPrefixes:
             if is_here(pool, index):
                 return True
             place = places[id(pool)]
-            return (index, place) not in failed and self.files.has(keys[index], place)
+            return (index, place) not in search.failed and self.files.has(search.keys[index], place)
 
-        length = self._cache.known(is_known, min(len(keys) * self._cache.block_size, most))
+        longest = min(len(search.keys) * self._cache.block_size, len(search.tokens) - 1)
+        length = self._cache.known(is_known, longest)
         return [
             (index, place)
             for place, pool in self._pools.items()
@@ -187,23 +226,14 @@ class StoredPrefixes:
             if not is_here(pool, index)
         ]
 
-    def _insert(
-        self,
-        nodes: list[PrefixNode],
-        keys: Sequence[bytes],
-        tokens: Sequence[int],
-        cache_salt: str,
-        index: int,
-        place: int,
-        content: memoryview,
-    ) -> int:
+    def _insert(self, search: Search, nodes: list[PrefixNode], index: int, place: int, content: memoryview) -> int:
         """Fill a block with content and index it; the caller holds it. Nodes up to its own are added."""
         pool, tree = self._pools[place], self._cache.tree
         block = pool.allocate()
         self._storage.load(place, self._slots(place, block), content)
         while len(nodes) <= index:
-            node = tree.child(nodes[-1] if nodes else tree.root(cache_salt), tokens, len(nodes))
-            node.key = keys[len(nodes)]
+            node = tree.child(nodes[-1] if nodes else tree.root(search.cache_salt), search.tokens, len(nodes))
+            node.key = search.keys[len(nodes)]
             nodes.append(node)
         pool.index.insert(nodes[index], block)
         return block

@@ -15,6 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from speculant import plugins
 from speculant.cache import CacheShape, KVCache
 from speculant.config import DEFAULT_POLICY, EngineConfig, Limits, SpeculativeConfig, resolve
@@ -170,7 +172,8 @@ def build_around(
     name = method_name(spec) if spec else None
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
-    open_prompt_cache(config, target.model, target.folder, cache, not drafters.needs.reads.encoder)
+    rows = () if target.backend.row_invariant else (limits.max_num_batched_tokens, torch.get_num_threads())
+    open_prompt_cache(config, target.model, target.folder, cache, not drafters.needs.reads.encoder, rows)
     limits, context = memory.limits, memory.context(longest)
     if limits.max_model_len < (config.max_model_len or longest):
         logger.warning("max_model_len is %s", context)

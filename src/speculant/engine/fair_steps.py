@@ -41,8 +41,9 @@ class FairSteps:
     @contextmanager
     def idle_turn(self, engine: object, seconds: float) -> Iterator[bool]:
         """Yield whether no engine has work for this long; in the block it gets none. Its time is not charged."""
+        self.leave(engine)  # a turn that its last step kept
         with self._changed:
-            free = self._changed.wait_for(lambda: self._holder in (None, engine) and not self._waiting, seconds)
+            free = self._changed.wait_for(lambda: self._holder is None and not self._waiting, seconds)
             if free:
                 self._holder = engine
         try:

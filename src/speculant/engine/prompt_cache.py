@@ -30,11 +30,17 @@ _PIECE = 2**22
 
 
 def open_prompt_cache(
-    config: EngineConfig, model: CausalLM, place: Path, cache: KVCache, keeps_sources: bool = True
+    config: EngineConfig,
+    model: CausalLM,
+    place: Path,
+    cache: KVCache,
+    keeps_sources: bool = True,
+    facts: tuple[object, ...] = (),
 ) -> None:
     """Let the cache of a model, loaded from `place`, keep its prompts in the configured folder, if there is one.
 
-    keeps_sources: False if a drafter reads the encoder's results. Raises ConfigError for an engine without prefixes.
+    keeps_sources: False if a drafter reads the encoder's results. facts: that keys and values depend on too. Raises
+    ConfigError for an engine without prefixes.
     """
     if config.prompt_cache is None:
         return
@@ -44,20 +50,20 @@ def open_prompt_cache(
             'leave enable_prefix_caching on, and kv_cache_backend="paged".',
         )
     folder, started = Path(config.prompt_cache).expanduser(), time.perf_counter()
-    files = BlockFiles(folder, _model_digest(model, place, cache), config.prompt_cache_bytes())
+    files = BlockFiles(folder, _model_digest(model, place, cache, facts), config.prompt_cache_bytes())
     StoredPrefixes(cache, files, keeps_sources)
     logger.info(
         "prompts of %s are kept in %s; it was identified in %.2f s", place, folder, time.perf_counter() - started
     )
 
 
-def _model_digest(model: CausalLM, place: Path, cache: KVCache) -> bytes:
+def _model_digest(model: CausalLM, place: Path, cache: KVCache, facts: tuple[object, ...]) -> bytes:
     """Return a digest of all that keys and values depend on beside the tokens: the weights and the arithmetic.
 
     The arithmetic is known by the versions of its code, and by what it computes for a few tokens: instruction sets with
     equal bits share files, and others do not.
     """
-    facts = (_FORMAT, VERSION, torch.__version__, cache.block_size, model.cache_shape, content_digest(place))
+    facts = (*facts, _FORMAT, VERSION, torch.__version__, cache.block_size, model.cache_shape, content_digest(place))
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=16)
     for content in _probe(model, cache):
         digest.update(content)

@@ -28,11 +28,10 @@ _PATHS = (
     "model",
     "tokenizer",
     "weight_cache",
-    "prompt_cache",
     "download_dir",
     "generation_config",
 )  # ends of the names of arguments that are paths
-_MADE = ("learn",)  # names of arguments that are folders, which are made if they are missing
+_MADE = ("prompt_cache", "learn")  # names of arguments that are folders, which are made if they are missing
 # How fields of `ReplicaOptions` are called where other settings stand beside them.
 REPLICA_FIELDS: Mapping[str, str] = {
     "replicas": "replicas",

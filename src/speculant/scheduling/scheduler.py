@@ -19,6 +19,7 @@ in the order of its requests, so no source waits for a later one.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -359,6 +360,7 @@ class Scheduler:
         self._salts: dict[int, str] = {}  # of the keys and values that running requests have in the cache
         self._step = 0
         self._read = set[int]()  # requests whose prefixes were read from the disk
+        self._read_s = 0.0  # that are left for reading in this step
         self._unstarted: dict[int, Request] = {}  # running requests without a scheduled token
         self._gained: dict[int, int] = {}  # of running requests: steps with other clients that gave them tokens
         self.standings = Standings(limits, target)
@@ -416,7 +418,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Admit requests that fit, then share the token budget; preempt the last request while memory is short."""
-        self._step += 1
+        self._step, self._read_s = self._step + 1, STEP_S
         for request in self.running:  # others may have computed the prefix of one that is not started
             salt = self._salts.get(request.seq_id, request.sender.cache_salt)
             if salt != self._salt(request) or request.seq_id in self._unstarted:
@@ -486,10 +488,12 @@ class Scheduler:
             or len(self.running) >= self._limits.max_num_seqs
         ):
             return True
-        if not self._target.fetch(request.tokens, self._salt(request), STEP_S):
-            return False
-        self._read.add(request.seq_id)
-        return True
+        started = time.perf_counter()
+        is_read = self._read_s > 0 and self._target.fetch(request.tokens, self._salt(request), self._read_s)
+        self._read_s -= time.perf_counter() - started
+        if is_read:
+            self._read.add(request.seq_id)
+        return is_read
 
     def _claims(self) -> list[Request]:
         """Return the first waiting request of each client that has one which can start, the first of all first."""

@@ -32,8 +32,8 @@ def keep(files: BlockFiles, key: bytes, content: bytes = b"content", place: int 
     files.flush()
 
 
-def content_of(files: BlockFiles, key: bytes, place: int = 0) -> bytes | None:
-    found = files.read(key, place, TOKENS)
+def content_of(files: BlockFiles, key: bytes, place: int = 0, size: int = 7) -> bytes | None:
+    found = files.read(key, place, TOKENS, size)
     return None if found is None else bytes(found)
 
 
@@ -52,7 +52,7 @@ def test_a_file_is_found_by_its_tokens(tmp_path: Path) -> None:
         assert content_of(other, wrong) is None
     assert content_of(other, key, place=1) is None
     assert content_of(opened(tmp_path / "a" / "b", model=bytes(16)), key) == b"content", "the key names the model"
-    assert files.read(key, 0, [1, 2, 3, 4]) is None, "other tokens under the same key"
+    assert files.read(key, 0, [1, 2, 3, 4], 7) is None, "other tokens under the same key"
     assert not files.has(key, 0)
 
 
@@ -128,10 +128,38 @@ def test_a_full_disk_costs_a_line(
             files._paused = -1e9
     assert len(caplog.records) == 1
     assert "No space left" in caplog.text
-    assert before * 0.4 < len(entries(tmp_path)) < before, "nothing makes room"
+    assert before * 0.4 < len(entries(tmp_path)) < before, "nothing makes room, or all is deleted"
     assert not [*tmp_path.glob("*/*.part")]
     keep(files, b"later")
     assert content_of(files, b"later") == b"content"
+
+
+def test_another_process_filled_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who knows nothing of the folder's files deletes a part of them, not all."""
+    late, other = opened(tmp_path), opened(tmp_path)
+    for number in range(20):
+        keep(other, bytes([number]))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        keep(late, b"late")
+    assert 15 <= len(entries(tmp_path)) < 20
+
+
+def test_a_size_that_is_not_expected(tmp_path: Path) -> None:
+    """No memory is taken for it, however large the file is."""
+    files = opened(tmp_path)
+    for kind in ("sparse", "longer"):
+        keep(files, b"key")
+        (entry,) = entries(tmp_path)
+        if kind == "sparse":
+            os.truncate(entry.path, 2**40)
+        assert verify(entry.path) == ("its form is another one" if kind == "sparse" else "")
+        assert content_of(files, b"key", size=7 if kind == "sparse" else 8) is None
+        assert not entries(tmp_path)
 
 
 def test_a_folder_that_is_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -152,7 +180,7 @@ def test_a_clock_that_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             keep(files, bytes([number]), bytes(1000))
             files.mark_used([bytes([number])], [0])
     files.flush()
-    assert content_of(files, b"new") in (bytes(1000), None)
+    assert content_of(files, b"new", size=1000) in (bytes(1000), None)
     assert sum(entry.size for entry in entries(tmp_path)) <= 3000
 
 
@@ -185,7 +213,7 @@ def test_processes_that_share_a_folder(tmp_path: Path) -> None:
             for _ in range(examples(1000, least=200)):
                 key = bytes([draws.randrange(40)])
                 keep(files, key, key * 10_000)
-                found = content_of(files, bytes([draws.randrange(40)]))
+                found = content_of(files, bytes([draws.randrange(40)]), size=10_000)
                 wrong += found is not None and len(set(found)) != 1
             os._exit(wrong > 0)
         children.append(child)

@@ -99,3 +99,15 @@ def test_idle_turns_take_nothing_from_engines_with_work() -> None:
         assert not late.steps, "it steps beside the idle engine"
     until(lambda: late.steps > 2)
     late.end()
+
+
+def test_an_engine_that_becomes_idle_gives_up_the_turn_that_it_kept() -> None:
+    shared, running, engine = FairSteps(), list[Steps](), threading.Event()
+    with shared.turn(engine, lambda: True):
+        pass
+    other = Steps(shared, 0.001, running)
+    for _ in range(5):
+        with shared.idle_turn(engine, 0.01):
+            pass
+    until(lambda: other.steps > 2)
+    other.end()

@@ -17,6 +17,7 @@ The tokens belong to the draft model's tokenizer, which may read a text as other
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -60,7 +61,7 @@ from speculant.sampling import Chances, MostLikely, Node
 from speculant.types import DraftPrice, DraftTree, Request
 
 NODES_PER_BEAM = 2
-FETCH_S = 0.1  # for reading a new sequence's prefix from the disk; the rest is computed
+FETCH_S = 0.05  # of a round, for reading prefixes of new sequences from the disk; the rest is computed
 MOST_LIKELY = MostLikely()  # a greedy distribution has one token, which any chance draws
 
 
@@ -176,6 +177,7 @@ class DraftModelRunner:
         self.model, self._cache, self._stop_below = model, cache, stop_below
         self._chances, self._budget = chances, max_num_batched_tokens
         self._cached: dict[int, _CachedTokens] = {}
+        self._fetch_s = 0.0  # left in this round
 
     @cached_property
     def cache(self) -> KVCache:
@@ -274,6 +276,7 @@ class DraftModelRunner:
         the sources that have to be encoded first. A request whose source does not fit has no chain.
         plan: the room; None = unlimited.
         """
+        self._fetch_s = FETCH_S
         budget, stop, chains, sources = self._budget, self._stop_below, list[Chain](), list[Source]()
         source_budget, source = self._budget, None
         for request, limit in drafting:
@@ -325,7 +328,10 @@ class DraftModelRunner:
         committed = self.committed(request) if request.num_drafted or self.vocabulary is not None else text
         if cached.salt != salt or (not cached.tokens and not held):
             self.cache.release(request.seq_id)
-            self.cache.fetch(committed, salt, FETCH_S)
+            if self._fetch_s > 0:
+                started = time.perf_counter()
+                self.cache.fetch(committed, salt, self._fetch_s)
+                self._fetch_s -= time.perf_counter() - started
             held = self.cache.match_prefix(request.seq_id, committed, salt)
             cached.tokens, cached.agreed, cached.salt = text[:held], 0, salt
         keep, most = cached.agreed, min(len(cached.tokens), len(text) - 1)
