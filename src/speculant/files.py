@@ -202,8 +202,9 @@ def owner_of(salt: str) -> str:
 
 
 def salt_digest(salt: str) -> str:
-    """Return a digest of a salt."""
-    return digest_of("salt", salt)
+    """Return a digest of the part of a salt that is not its owner's name or user's, but the client's own choice."""
+    who, found, own = salt.partition(":")
+    return digest_of("salt", own if found else who)
 
 
 def digest_of(*facts: str) -> str:

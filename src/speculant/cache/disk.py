@@ -5,7 +5,7 @@ to the block's end, so that a file is found without an index, and several proces
 
     DIR/3f/3f9c...kv    [ magic | CRC of the rest | model | salt | name | place | sizes ][ tokens ][ content ]
 
-salt: digests of its owner and of all of it. place: the group of layers, or that of states. A source of an
+salt: digests of its owner and of the client's own part. place: the group of layers, or that of states. A source of an
 encoder-decoder model is one file. A file is written under a temporary name, then renamed. It is used only if its CRC,
 its name and its tokens are right; any other file of this form is deleted. Errors of the disk are logged, once for each
 kind, and prompts are computed as without a cache.

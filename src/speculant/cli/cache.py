@@ -145,7 +145,7 @@ def verify(folder: Folder = None, as_json: AsJson = False) -> None:
 @accepts_log_level
 def forget(
     folder: Folder = None,
-    salt: Annotated[str | None, typer.Option(help="Only what this cache_salt left.")] = None,
+    salt: Annotated[str | None, typer.Option(help="Only what this cache_salt left, under any key.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Only what this API key of a server left.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -165,11 +165,12 @@ def forget(
 
 
 def _is_of(entry: KeptFile, salt: str | None, api_key: str | None) -> bool:
-    """Whether a file is of a key and of a salt; a salt has another form in a program than on a server."""
-    belongs, who = KINDS[entry.kind].belongs, "" if api_key is None else key_digest(api_key)
-    owner = None if api_key is None else owner_of(who)
-    salts = [None] if salt is None else [salt_digest(each) for each in (f"{who}:{salt}", who or salt)]
-    return belongs is not None and any(belongs(entry.path, owner, each) for each in salts)
+    """Whether a file is of a key and of a salt, which may contain colons in a program."""
+    belongs, owner = KINDS[entry.kind].belongs, None if api_key is None else owner_of(key_digest(api_key))
+    pairs = [(owner, None if salt is None else salt_digest(f":{salt}"))]
+    if salt is not None and owner is None:
+        pairs.append((owner_of(salt), salt_digest(salt)))
+    return belongs is not None and any(belongs(entry.path, *pair) for pair in pairs)
 
 
 def _folders(folder: Path | None) -> list[Path]:

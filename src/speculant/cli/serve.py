@@ -226,7 +226,7 @@ def serve(
         if chat_template is not None:
             given["chat_template"] = chat_template
         if "SPECULANT_MODEL" in os.environ:
-            del given["model"]
+            given.pop("model", None)  # an empty variable names none
         run_several(models, given, options, replicas.options())
         return
     for name, model in models:

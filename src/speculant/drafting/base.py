@@ -223,7 +223,8 @@ class Drafter(Protocol):
     def learned(self) -> Iterator[tuple[str, Sequence[array[int]]]]:
         """Yield each cache salt for which it has learnt since the last call, and all that it knows for it, in parts.
 
-        A part has numbers below the size of the vocabulary, -1 or more, in an array of type "i", and is not changed
+        The first call, before anything is learnt, begins it: a drafter that nobody asks need not remember for it. A
+        part has numbers below the size of the vocabulary, -1 or more, in an array of type "i", and is not changed
         later. Other calls may come between two salts.
         """
         ...

@@ -28,7 +28,6 @@ from .generation import (
     TokensPrompt as TokensPrompt,
 )
 from .learning import (
-    FairLock as FairLock,
     LearnedFiles as LearnedFiles,
     Learning as Learning,
     UnusableFileError as UnusableFileError,

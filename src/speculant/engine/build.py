@@ -255,11 +255,11 @@ def _learning(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer, dr
     """Return what keeps the drafters' learning, begun with what the folder has; None = it is not kept."""
     if config.learn is None:
         return None
-    from speculant.engine.learning import LearnedFiles, Learning, vocabulary_digest
+    from speculant.engine.learning import LearnedFiles, Learning, target_digest
 
     size = target.model.vocab_size
-    folder, vocabulary = Path(config.learn).expanduser(), vocabulary_digest(tokenizer, size)
-    learning = Learning(LearnedFiles(folder, vocabulary, str(config.model)), drafters, size)
+    folder, digest = Path(config.learn).expanduser(), target_digest(target.folder, tokenizer, size)
+    learning = Learning(LearnedFiles(folder, digest, str(config.model)), drafters, size)
     background.start(learning.start())
     return learning
 

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -78,7 +77,6 @@ class Engine:
         """
         self.measurement = measurement or Measurement()
         self._learning = learning
-        self._turn: AbstractContextManager[None] = nullcontext() if learning is None else learning.turn
         if learning is not None:
             weakref.finalize(self, learning.close)
         self._last_s, self._is_new, self._delays = 0.0, False, 0  # of the last step; see `_measure`
@@ -151,8 +149,7 @@ class Engine:
         self._scheduler.add(sequences)
         self._by_id[request_id] = list(sequences)
         if self._learning is not None:
-            with self._turn:
-                self._learning.meet(samples[0].sender.cache_salt)
+            self._learning.meet(samples[0].sender.cache_salt)
         return samples
 
     def check_request(
@@ -203,37 +200,38 @@ class Engine:
         Without requests a part of a preparation is computed, if there is one. An error ends the requests that cause it,
         with finish_reason "error", and leaves the others running.
         """
-        with self._turn:
-            self.doubtful = False
-            if not self._by_id:
-                self._prepare()
-                return []
-            if self.measurement.active:
-                self._measure()
-            started = time.perf_counter()
-            with self.mark("schedule"):
-                schedule = self._scheduler.schedule()
-            for request in schedule.preempted:
-                self._drafters.end(request)
-            committed, timings = self._run(schedule)
-            if self.stored_prefixes is not None:
-                rows = sum(item.num_rows for item in schedule.items)
-                self.stored_prefixes.note_passes(rows, sum(timing.pass_s for timing in timings))
-                self.metrics.disk_hit_tokens = self.stored_prefixes.files.read_tokens
-            if timings and self._scheduler.shares:
-                self._charge(schedule, committed, timings)
-            outputs, explained = list[StepOutput](), not committed
-            for each in committed:
-                outputs += each.outputs
-                error = each.request.ending.error
-                explained = explained or error is None or isinstance(error, SpeculantError)
-                if each.request.ending.reason is not None:
-                    self._end(each.request)
-            self.doubtful = not explained
-            self._count(schedule, committed)
-            self._last_s = time.perf_counter() - started
-            self.metrics.count_times(self._last_s, timings)
-            return outputs
+        self.doubtful = False
+        if self._learning is not None and self._learning.due:
+            self._learning.work()
+        if not self._by_id:
+            self._prepare()
+            return []
+        if self.measurement.active:
+            self._measure()
+        started = time.perf_counter()
+        with self.mark("schedule"):
+            schedule = self._scheduler.schedule()
+        for request in schedule.preempted:
+            self._drafters.end(request)
+        committed, timings = self._run(schedule)
+        if self.stored_prefixes is not None:
+            rows = sum(item.num_rows for item in schedule.items)
+            self.stored_prefixes.note_passes(rows, sum(timing.pass_s for timing in timings))
+            self.metrics.disk_hit_tokens = self.stored_prefixes.files.read_tokens
+        if timings and self._scheduler.shares:
+            self._charge(schedule, committed, timings)
+        outputs, explained = list[StepOutput](), not committed
+        for each in committed:
+            outputs += each.outputs
+            error = each.request.ending.error
+            explained = explained or error is None or isinstance(error, SpeculantError)
+            if each.request.ending.reason is not None:
+                self._end(each.request)
+        self.doubtful = not explained
+        self._count(schedule, committed)
+        self._last_s = time.perf_counter() - started
+        self.metrics.count_times(self._last_s, timings)
+        return outputs
 
     def _prepare(self) -> None:
         """Compute a part of a preparation."""
@@ -267,11 +265,12 @@ class Engine:
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End every sequence of a request at once and release its memory; an unknown id is ignored."""
-        with self._turn:
-            for request in list(self._by_id.get(request_id, ())):
-                for sample in ending_with(request):
-                    sample.ending = Ending(reason)
-                self._end(request)
+        if self._learning is not None and self._learning.ended:
+            return  # a garbage collection may be here while what was learned is written
+        for request in list(self._by_id.get(request_id, ())):
+            for sample in ending_with(request):
+                sample.ending = Ending(reason)
+            self._end(request)
         self._note_standing()
 
     def close(self) -> None:

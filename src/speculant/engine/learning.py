@@ -1,15 +1,17 @@
 """What drafters learn, kept in a folder for later engines: one file per cache salt and drafting method.
 
-    DIR/<owner>-<salt>-<form>.learned      [ MAGIC | digest of the rest | length of the head | head: JSON | numbers ]
+    DIR/<owner>-<salt>-<rest>.learned      [ MAGIC | digest of the rest | length of the head | head: JSON | numbers ]
 
-The name has digests alone. owner: of a salt up to its first "/" or ":", which is the digest of an API key on a server,
-so that all that one key taught can be found. form: of the vocabulary, whose token ids another one does not share, of
-the method, and of what its table needs. Drafts never change a text, so a file can only make drafts better or worse.
+The name has digests alone. owner, salt: see speculant/files.py; all that one key or one salt taught can be found. rest:
+of the whole salt, the target's place and vocabulary, the method, and the form of what it keeps. Drafts never change a
+text, so a file can only make drafts better or worse.
 
-A thread reads the files of a salt when its first request comes; those of the empty salt are read before the first
-step. It writes what has changed every PERIOD_S seconds, and when the engine ends. Several processes may share a folder:
-files are replaced whole, and the last writer's stays. A file that is damaged, foreign or not of this form is deleted.
-No error of the disk stops the engine; each kind is logged once.
+A thread reads and writes the files, and the engine's thread does all else, in a small part of its steps: no lock is
+needed, which a garbage collection that ends a request might wait for. The files of a salt are read when its first
+request comes; those of the empty salt are read before the first step. What has changed is written every PERIOD_S
+seconds while the engine works, and when it ends; what can't be written is tried again. Several processes may share a
+folder: files are replaced whole, and the last writer's stays. A file that is damaged, foreign or not of this form is
+deleted. No error of the disk stops the engine; each kind is logged once.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,10 +53,11 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".learned"
 MAGIC = b"spec-lrn"
 FORMAT = 1
-LIMIT_BYTES = 2**28  # of all files of a folder
+LIMIT_BYTES = 2**28  # of all files of a folder, and of what waits to be written
 MOST_BYTES = 2**26  # of a file; the largest of the tables that are kept is 40 MB
 MOST_SALTS = 2**14  # that are remembered as read
 PERIOD_S = 30.0  # between two times of writing
+SHARE_S = 0.02  # of a step
 LAST_S = 30.0  # that the end of an engine waits for the last files
 _HEAD = struct.Struct("<8s16sI")
 _CHECKED = struct.calcsize("<8s16s")  # what follows is covered by the digest
@@ -64,22 +67,22 @@ class UnusableFileError(ValueError):
     """A file is not what was written, or is of another form."""
 
 
-def vocabulary_digest(tokenizer: Tokenizer, size: int) -> str:
-    """Return a digest of what the token ids of a target of `size` rows mean."""
-    return digest_of(str(size), json.dumps(sorted(tokenizer.vocab().items())))
+def target_digest(place: Path, tokenizer: Tokenizer, size: int) -> str:
+    """Return a digest of where a target of `size` rows is, and of what its token ids mean."""
+    return digest_of(str(place.resolve()), str(size), json.dumps(sorted(tokenizer.vocab().items())))
 
 
 @dataclass(frozen=True)
 class LearnedFiles:
-    """The files of a folder for one target. vocabulary: a digest, see above. model: its name, for the user."""
+    """The files of a folder for one target. target: a digest, see above. model: its name, for the user."""
 
     folder: Path
-    vocabulary: str
+    target: str
     model: str
 
     def path(self, method: str, form: str, salt: str) -> Path:
         """Return the file of a method, a form of what it keeps, and a salt; it may not exist."""
-        own = digest_of(str(FORMAT), self.vocabulary, method, form)
+        own = digest_of(str(FORMAT), self.target, method, form, salt)
         return self.folder / f"{owner_of(salt)}-{salt_digest(salt)}-{own}{SUFFIX}"
 
     @staticmethod
@@ -172,55 +175,36 @@ def _checksum(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-class FairLock:
-    """A lock, as a context manager, that threads get in the order in which they ask, and may take again within it.
-
-    A thread queues in `_next`, and only the first one waits for `_lock`: a thread that steps again and again keeps
-    nobody out.
-    """
-
-    def __init__(self) -> None:
-        self._next, self._lock = threading.Lock(), threading.Lock()
-        self._owner: int | None = None
-        self._depth = 0
-
-    def __enter__(self) -> None:
-        if self._owner == threading.get_ident():  # within a garbage collection that ends a request
-            self._depth += 1
-            return
-        with self._next:
-            self._lock.acquire()
-        self._owner, self._depth = threading.get_ident(), 1
-
-    def __exit__(self, *error: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._owner = None
-            self._lock.release()
-
-
 class Learning:
-    """Keeps what an engine's drafters learn. turn: whoever calls the drafters holds it, the engine too."""
+    """Keeps what an engine's drafters learn. Only `_run` and its calls are the thread's, which owns all at the end."""
 
     def __init__(self, files: LearnedFiles, drafters: Drafters, vocab_size: int) -> None:
-        self.turn = FairLock()
+        self.due, self.ended = False, False  # due: there is something for `work`
         self._files, self._drafters, self._vocab_size = files, drafters, vocab_size
         self._guard = Guard(logger, "and the engine goes on without it")
         self._met: dict[tuple[str, str], None] = {}  # methods and salts whose files were read
         self._wanted: deque[tuple[str, Drafter, str]] = deque()
-        self._wake, self._ended = threading.Event(), False
+        self._read: deque[tuple[Path, Drafter, str, Iterator[array[int]]]] = deque()
+        self._changes: Iterator[tuple[Path, str, Sequence[array[int]]]] | None = None
+        self._asked = self._took = False  # the thread wants what has changed, and has got all of it
+        self._taken: dict[Path, tuple[str, Sequence[array[int]]]] = {}  # what waits to be written
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="speculant-learning", daemon=True)
 
     def start(self) -> threading.Thread:
         """Read what the empty salt learned, and return the thread for all else, which is to be started."""
         with suppress(OSError):
             remove_abandoned(self._files.folder)
+        for drafter in self._drafters.lasting().values():
+            for _ in drafter.learned():
+                pass
         self.meet("")
         self._load()
+        self._work_all()
         return self._thread
 
     def meet(self, salt: str) -> None:
-        """Have the files of a salt read, unless they were. Call it within a turn."""
+        """Have the files of a salt read, unless they were."""
         for method, drafter in self._drafters.lasting().items():
             if (method, salt) not in self._met:
                 if len(self._met) >= MOST_SALTS:
@@ -229,57 +213,121 @@ class Learning:
                 self._wanted.append((method, drafter, salt))
                 self._wake.set()
 
+    def work(self) -> None:
+        """Teach drafters what was read, and take what they have learned, for about SHARE_S."""
+        until, self.due = time.perf_counter() + SHARE_S, False
+        try:
+            while self._work_once():
+                if time.perf_counter() >= until:
+                    self.due = True
+                    break
+        except Exception as error:  # noqa: BLE001 - a drafter's
+            self.due = True
+            self._guard.note("learning", error)
+
     def close(self) -> None:
-        """Write what has changed, and end the thread."""
-        self._ended = True
+        """Write what has changed, and end the thread. The drafters are not used any more."""
+        self.ended = True
         self._wake.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(LAST_S)
 
+    def _work_once(self) -> bool:
+        """Do a small part of what `work` does; return whether there may be more."""
+        if self._read:
+            self._teach()
+        elif self._wanted:  # nothing is taken before it, which would replace a file that was not read
+            return False
+        elif self._changes is not None:
+            if (found := next(self._changes, None)) is not None:
+                path, method, parts = found
+                self._taken[path] = method, parts
+            else:
+                self._changes, self._took = None, True
+                self._wake.set()
+        elif self._asked:
+            self._asked, self._changes = False, self._changed()
+        else:
+            return False
+        return True
+
+    def _teach(self) -> None:
+        """Teach a drafter the next part that was read."""
+        path, drafter, salt, parts = self._read[0]
+        try:
+            if (part := next(parts, None)) is not None:
+                drafter.learn(salt, part)
+                return
+        except DraftError as error:
+            self._refuse(path, error)
+        except Exception as error:  # noqa: BLE001 - a drafter's
+            self._guard.note(f"learning from {path}", error)
+        self._read.popleft()
+
+    def _changed(self) -> Iterator[tuple[Path, str, Sequence[array[int]]]]:
+        """Yield what is to be written: for each method and salt for which something was learned, all that is known."""
+        for method, drafter in self._drafters.lasting().items():
+            for salt, parts in drafter.learned():
+                yield self._files.path(method, drafter.keeps, salt), method, parts
+
+    def _work_all(self) -> None:
+        self.due = True
+        while self.due:
+            self.work()
+
     def _run(self) -> None:
-        saved = time.monotonic()
-        ended = False
-        while not ended:
-            self._wake.wait(max(0.0, saved + PERIOD_S - time.monotonic()))
+        asked = time.monotonic()
+        while not self.ended:
+            self._wake.wait(max(0.0, asked + PERIOD_S - time.monotonic()))
             self._wake.clear()
-            ended = self._ended
             self._load()
-            if ended or time.monotonic() >= saved + PERIOD_S:
+            if time.monotonic() >= asked + PERIOD_S:
+                asked = time.monotonic()
                 self._save()
-                saved = time.monotonic()
+                self._asked = self.due = True
+            elif self._took:
+                self._took = False
+                self._save()
+        self._load()
+        self._asked = True
+        self._work_all()
+        self._save()
 
     def _load(self) -> None:
+        """Read the files that are wanted."""
         while self._wanted:
-            method, drafter, salt = self._wanted.popleft()
+            method, drafter, salt = self._wanted[0]
             path = self._files.path(method, drafter.keeps, salt)
             try:
-                for part in self._files.read(path, self._vocab_size):
-                    with self.turn:
-                        drafter.learn(salt, part)
+                self._read.append((path, drafter, salt, iter(self._files.read(path, self._vocab_size))))
             except (FileNotFoundError, NotADirectoryError):
-                continue
-            except (UnusableFileError, DraftError) as error:
-                logger.warning("%s is deleted, and drafts begin without it: %s", path, error)
-                with suppress(OSError):
-                    path.unlink()
-            except Exception as error:  # noqa: BLE001 - the disk's, or a drafter's
+                pass
+            except UnusableFileError as error:
+                self._refuse(path, error)
+            except Exception as error:  # noqa: BLE001 - the disk's
                 self._guard.note(f"reading {path}", error)
+            self._wanted.popleft()
+            self.due = True
+
+    @staticmethod
+    def _refuse(path: Path, error: Exception) -> None:
+        logger.warning("%s is deleted, and drafts begin without it: %s", path, error)
+        with suppress(OSError):
+            path.unlink()
 
     def _save(self) -> None:
-        """Write the files of the salts for which something was learned."""
-        try:
-            written = 0
-            for method, drafter in self._drafters.lasting().items():
-                changed = drafter.learned()
-                while True:
-                    with self.turn:
-                        found = next(changed, None)
-                    if found is None:
-                        break
-                    salt, parts = found
-                    self._files.write(self._files.path(method, drafter.keeps, salt), method, parts)
-                    written += 1
-            if written:
+        """Write what waits. What can't be written waits on, and replaces nothing newer."""
+        written, failed = 0, 0
+        for path in [*self._taken]:
+            method, parts = self._taken.pop(path)
+            try:
+                self._files.write(path, method, parts)
+                written += 1
+            except Exception as error:  # noqa: BLE001 - a full disk, a removed folder
+                self._guard.note(f"keeping what was learned in {self._files.folder}", error)
+                failed += sum(len(part) * part.itemsize for part in parts)
+                if failed <= LIMIT_BYTES:
+                    self._taken.setdefault(path, (method, parts))
+        if written:
+            with suppress(OSError):
                 delete_oldest(self._files.entries(self._files.folder), LIMIT_BYTES)
-        except Exception as error:  # noqa: BLE001 - a full disk, a removed folder
-            self._guard.note(f"keeping what was learned in {self._files.folder}", error)

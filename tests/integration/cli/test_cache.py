@@ -120,7 +120,18 @@ def test_forget_deletes_what_one_key_taught(tmp_path: Path) -> None:
     assert left() == {*one, two[0], nobody, program, server}
     assert json_of("cache", "forget", tmp_path, "--api-key", "one")["forgotten"] == 3
     assert left() == {two[0], nobody, program, server}
-    assert json_of("cache", "forget", tmp_path, "--salt", "a")["forgotten"] == 2
+    chosen = (
+        keep(tmp_path, salt("one", "a")),
+        keep(tmp_path, salt("one", "a", "u")),
+        keep(tmp_path, salt(None, "a", "u")),
+    )
+    colons = keep(tmp_path, "mine:b"), keep(tmp_path, "yours:b"), keep(tmp_path, salt("one", "mine:b"))
+    assert json_of("cache", "forget", tmp_path, "--salt", "mine:b")["forgotten"] == 2
+    assert left() == {two[0], nobody, program, server, *chosen, colons[1]}
+    assert json_of("cache", "forget", tmp_path, "--api-key", "one", "--salt", "a")["forgotten"] == 2
+    keep(tmp_path, salt("one", "a", "u"))
+    assert json_of("cache", "forget", tmp_path, "--salt", "a")["forgotten"] == 4
+    colons[1].unlink()
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "x.weights").write_bytes(b"1")
     assert "1 files are of no key" in invoke("cache", "forget", tmp_path, "--api-key", "two").stdout

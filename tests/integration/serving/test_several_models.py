@@ -360,6 +360,15 @@ def test_wrong_arguments_are_refused_before_anything_is_loaded(arguments: list[s
     assert isinstance(error_of("serve", *arguments, "--port", "0"), ConfigError | ModelError)
 
 
+@pytest.mark.parametrize("model", [None, "", "third"])
+def test_the_environment_s_model_is_none_of_several(monkeypatch: pytest.MonkeyPatch, model: str | None) -> None:
+    given = list[dict[str, Any]]()
+    monkeypatch.setattr("speculant.cli.serve.run_several", lambda models, values, *others: given.append(values))
+    invoke("serve", "a=one", "b=two", SPECULANT_MODEL=model)
+    assert len(given) == 1
+    assert "model" not in given[0]
+
+
 def test_one_model_may_have_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given = list[Any]()
     monkeypatch.setattr("speculant.cli.serve.run", lambda *values: given.append(values))

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from speculant import LLM, AsyncEngine, SamplingParams
-from speculant.config import Limits
+from speculant.config import EngineConfig, Limits
 from speculant.drafting import (
     Drafter,
     Drafters,
@@ -34,15 +34,16 @@ from speculant.drafting import (
     TokenRecycling,
 )
 from speculant.engine import (
-    FairLock,
     LearnedFiles,
     Learning,
     UnusableFileError,
+    load_tokenizer,
 )
+from speculant.engine.learning import target_digest
 from speculant.errors import DraftError
 from speculant.files import owner_of, salt_digest
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
-from speculant.serving import API_KEY, key_digest, salt_of
+from speculant.serving import API_KEY, USER, key_digest, salt_of
 from speculant.types import CommittedRows, Ending
 from tests.examples import examples, sizes
 from tests.fakes import Rig, build_rig, paged
@@ -95,15 +96,22 @@ class Lived:
 
     def written(self) -> list[Path]:
         """Write now, and return all files."""
+        wake, self.learning._wake = self.learning._wake, threading.Event()  # its thread sleeps on
+        self.learning._asked = True
+        self.learning._work_all()
+        self.learning._took, self.learning._wake = False, wake
         self.learning._save()
         return sorted(self.learning._files.folder.glob("*.learned"))
 
     def wait(self) -> None:
         """Wait until the files of the salts so far were read."""
+        self.wait_for_files()
+        self.learning._work_all()
+
+    def wait_for_files(self) -> None:
         while self.learning._wanted:
             time.sleep(0.001)
-        with self.learning.turn:
-            pass
+        time.sleep(0.001)
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +148,7 @@ def test_one_salt_has_nothing_of_another(tmp_path: Path, method: str) -> None:
 @every_method
 def test_what_it_yields_is_learnt_by_another_one(method: str) -> None:
     first, second = MAKES[method](), MAKES[method]()
+    assert not [*first.learned()]
     request = make_request([1, 2], [3, 4, 5], seq_id=1, cache_salt="s")
     first.begin(request)
     first.observe(request, CommittedRows(0, [1, 2], [3], (), [(1, [2, 3, 4]), (2, [5, 6, 7])]))
@@ -176,6 +185,7 @@ def test_rows_of_another_form_are_refused(numbers: list[int]) -> None:
 
 def test_the_store_keeps_its_bounds() -> None:
     drafter = SuffixDrafter(SuffixOptions(suffix_decoding_corpus_tokens=100))
+    assert not [*drafter.learned()]
     for start in range(50):
         drafter.learn("a" if start % 2 else "b", array("i", range(start, start + 10)))
     kept = dict(drafter.learned())
@@ -212,6 +222,9 @@ def test_what_a_key_taught_is_found() -> None:
         False,
     ]
     other = files.path("suffix", "texts", salt_of({API_KEY: "key two"}, None))
+    users = [files.path("suffix", "texts", salt_of({API_KEY: "key one", USER: user}, "a")) for user in ("u", "v")]
+    assert len({*users, *paths}) == 5
+    assert [LearnedFiles.belongs(path, owner, salt_digest("a")) for path in users] == [True] * 2
     assert not LearnedFiles.belongs(other, owner, None)
     assert not LearnedFiles.belongs(files.path("suffix", "texts", ""), owner, None)
     assert not LearnedFiles.belongs(Path("d/x.learned"), owner, None)
@@ -226,6 +239,13 @@ def test_another_vocabulary_or_form_has_another_file(tmp_path: Path) -> None:
         files_of(tmp_path).path("token_recycling", "8 successors", "a"),
     ]
     assert len({path, *others}) == 5
+
+
+def test_models_of_one_vocabulary_have_other_files(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    tokenizer = load_tokenizer(EngineConfig(checkpoints.target), Path(checkpoints.target))
+    digests = {target_digest(tmp_path / name, tokenizer, size) for name in ("one", "two") for size in (50, 60)}
+    assert len(digests) == 4
+    assert target_digest(tmp_path / "x" / ".." / "one", tokenizer, 50) in digests
 
 
 def learned(folder: Path, method: str) -> tuple[Path, bytes, list[int], int]:
@@ -444,33 +464,99 @@ def test_engines_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_it_is_written_while_the_engine_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("speculant.engine.learning.PERIOD_S", 0.01)
     with Lived(tmp_path, "suffix") as lived:
-        lived.run()
         until = time.monotonic() + 20
         while not [*tmp_path.glob("*.learned")]:
             assert time.monotonic() < until
+            lived.run()
             time.sleep(0.01)
 
 
-def test_an_engine_that_steps_all_the_time_lets_it_read(tmp_path: Path) -> None:
-    learned(tmp_path, "suffix")
-    turn, ended, got = FairLock(), threading.Event(), 0
+@every_method
+def test_only_the_engine_s_thread_reaches_drafters(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A garbage collection in the other thread may end a request, so that it would wait for itself."""
+    learned(tmp_path, method)
+    monkeypatch.setattr("speculant.engine.learning.PERIOD_S", 0.002)
+    kind, threads = type(MAKES[method]()), list[threading.Thread]()
+    learn, yields = kind.learn, kind.learned
 
-    def step() -> None:
-        while not ended.is_set():
-            with turn, turn:
-                time.sleep(0.001)
+    def noted(self: Any, salt: str, part: array[int]) -> None:
+        threads.append(threading.current_thread())
+        learn(self, salt, part)
 
-    thread = threading.Thread(target=step)
-    thread.start()
+    def noted_too(self: Any) -> Iterator[tuple[str, Sequence[array[int]]]]:
+        threads.append(threading.current_thread())
+        yield from yields(self)
+
+    monkeypatch.setattr(kind, "learn", noted)
+    monkeypatch.setattr(kind, "learned", noted_too)
+    with Lived(tmp_path, method) as lived:
+        for salt in ("", "a", "b"):
+            lived.run(salt)
+            time.sleep(0.01)
+        assert len(threads) > 2
+        assert {*threads} == {threading.current_thread()}
+
+
+def test_a_request_that_ends_while_the_last_is_written_waits_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lived, aborted = Lived(tmp_path, "suffix"), list[bool]()
+    lived.run()
+    lived.rig.add((3, 4), GREEDY)
+    open_id = next(iter(lived.rig.engine._by_id))
+    yields = SuffixDrafter.learned
+
+    def collects(self: SuffixDrafter) -> Iterator[tuple[str, Sequence[array[int]]]]:
+        lived.rig.engine.abort(open_id)
+        aborted.append(lived.rig.engine.has_unfinished())
+        return yields(self)
+
+    monkeypatch.setattr(SuffixDrafter, "learned", collects)
     started = time.monotonic()
-    for _ in range(50):
-        with turn:
-            got += 1
-    waited = time.monotonic() - started
-    ended.set()
-    thread.join()
-    assert got == 50
-    assert waited < 5
+    lived.rig.engine.close()
+    assert aborted == [True]
+    assert time.monotonic() - started < 5
+    assert len([*tmp_path.glob("*.learned")]) == 1
+
+
+def test_what_could_not_be_written_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Lived(tmp_path, "suffix") as lived:
+        for salt in "ab":
+            lived.run(salt)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", lambda number: raises(OSError(errno.ENOSPC, "No space left on device")))
+            assert lived.written() == []
+        assert len(lived.written()) == 2
+        assert not lived.learning._taken
+
+
+def test_steps_share_what_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _, tokens, _ = learned(tmp_path, "suffix")
+    files_of(tmp_path).write(
+        path.with_name(files_of(tmp_path).path("suffix", "texts", "a").name), "suffix", [array("i", tokens[:20])] * 5
+    )
+    monkeypatch.setattr("speculant.engine.learning.SHARE_S", 0.0)
+    with Lived(tmp_path, "suffix") as lived:
+        before = lived.learning._drafters.lasting()["suffix"]
+        assert isinstance(before, SuffixDrafter)
+        lived.learning.meet("a")
+        lived.wait_for_files()
+        counts = list[int]()
+        while lived.learning.due:
+            lived.rig.engine.step()
+            counts.append(len(before.store.texts("a")))
+        assert counts[:5] == [1, 2, 3, 4, 5]
+
+
+def test_texts_are_kept_only_where_somebody_asks() -> None:
+    drafter = SuffixDrafter(SuffixOptions())
+    drafter.store.add("", [1, 2, 3])
+    assert drafter.store.texts("") == []
+    assert [*drafter.learned()] == []
+    drafter.store.add("", [4, 5])
+    assert [(salt, [part.tolist() for part in parts]) for salt, parts in drafter.learned()] == [("", [[4, 5]])]
 
 
 def test_an_engine_that_nobody_holds_writes_too(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ A match of LEAST_COPY tokens in the request's own text begins a copy (`Copying`)
 wanted, and goes on after tokens that were changed: an edited file repeats long parts of the old one.
 
 Memory: with the native library at most 200 bytes per token of a running request, of the store and of the corpus (75 to
-110 on code), without it at most 590 (270), and 3 kB for each salt in the store, which keeps its texts for a later
-engine too, at 5 bytes per token. The store holds at most
+110 on code), without it at most 590 (270), and 3 kB for each salt in the store. Where they are kept for
+a later engine, the texts take 5 bytes per token more. The store holds at most
 suffix_decoding_max_cached_requests texts and suffix_decoding_corpus_tokens tokens, at most 95 MiB with the defaults.
 Proposing and observing take 7 to 22 microseconds a token, whatever the history, and 13 to 24 without the native
 library, which looks all sequences of a step up in one call. Finding a copy again takes up to 1.2 ms, on
@@ -117,6 +117,7 @@ class SuffixStore:
         self._half_tokens = most_tokens // 2 if most_texts else 0
         self._open_index = open_index
         self._older, self._newer = TextGeneration(), TextGeneration()
+        self._keeps_texts = False  # until `changed` is called
 
     def add(self, salt: str, tokens: Sequence[int]) -> None:
         """Add a text, or only its end if it is longer than half the bound."""
@@ -125,16 +126,18 @@ class SuffixStore:
         kept = tokens[-self._half_tokens :]
         self._make_room(len(kept))
         if salt not in self._newer.indexes:
-            self._newer.indexes[salt], self._newer.texts[salt] = self._open_index(), []
+            self._newer.indexes[salt] = self._open_index()
         index = self._newer.indexes[salt]
         try:
             index.begin()
             index.extend(kept)
         except MemoryError:
-            del self._newer.indexes[salt], self._newer.texts[salt]  # it takes no more texts
+            del self._newer.indexes[salt]  # it takes no more texts
+            self._newer.texts.pop(salt, None)
             raise
-        self._newer.texts[salt].append(array("i", kept))
-        self._newer.changed.add(salt)
+        if self._keeps_texts:
+            self._newer.texts.setdefault(salt, []).append(array("i", kept))
+            self._newer.changed.add(salt)
         self._newer.num_texts += 1
         self._newer.num_tokens += len(kept)
 
@@ -144,11 +147,12 @@ class SuffixStore:
         return [index for index in indexes if index is not None]
 
     def texts(self, salt: str) -> list[array[int]]:
-        """Return the texts of a salt, older ones first."""
+        """Return the texts of a salt that came after the first call of `changed`, older ones first."""
         return [text for each in (self._older, self._newer) for text in each.texts.get(salt, ())]
 
     def changed(self) -> set[str]:
-        """Return the salts that gained texts since the last call."""
+        """Return the salts that gained texts since the last call; the first one has texts kept from now on."""
+        self._keeps_texts = True
         older, newer = self._older.changed, self._newer.changed
         self._older.changed, self._newer.changed = set(), set()
         return older | newer
