@@ -31,6 +31,7 @@ from .learning import (
     LearnedFiles as LearnedFiles,
     Learning as Learning,
     UnusableFileError as UnusableFileError,
+    target_digest as target_digest,
 )
 from .llm import (
     LLM as LLM,

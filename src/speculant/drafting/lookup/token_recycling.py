@@ -34,6 +34,7 @@ from speculant.tree import depths_of
 from speculant.types import CommittedRows, DraftTree, Request
 
 METHOD = Method(default_length=8, learns=True, varies=True)
+PART = 2**14  # rows that a later engine learns at a time
 MOST_COST = 9  # of a path, the sum of (1 + 2 rank) along it; there are 88 such paths
 PRIOR, PRIOR_WEIGHT, MEMORY = 0.4, 8, 256  # an acceptance rate's first value, its weight, and the averaging window
 
@@ -142,7 +143,8 @@ class TokenRecycling(StatelessDrafter):
             salt = self._changed.pop()
             matrix = self._matrices[salt]
             known = np.flatnonzero(matrix[:, 0] >= 0).astype(np.int32)
-            yield salt, [array("i", np.column_stack((known, matrix[known])).tobytes())]
+            rows = np.column_stack((known, matrix[known]))
+            yield salt, [array("i", rows[at : at + PART].tobytes()) for at in range(0, len(rows), PART)]
 
     @override
     def learn(self, salt: str, part: array[int]) -> None:
