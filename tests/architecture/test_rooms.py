@@ -30,9 +30,9 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "models": (15044, 76),
     "sampling": (419, 3),
     "scale": (2056, 10),
-    "scheduling": (1325, 5),
-    "serving": (10785, 46),
-    "structured": (1884, 10),
+    "scheduling": (1344, 5),
+    "serving": (10843, 46),
+    "structured": (1889, 10),
     "text": (2857, 12),
     "verification": (610, 10),
 }

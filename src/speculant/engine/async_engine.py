@@ -16,7 +16,7 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
@@ -385,21 +385,25 @@ class EngineThread:
         engine.drop_preparations()
 
     def _end(self, engine: Engine) -> None:
-        """End all streams with an error; from now on `add` refuses. A stream that has ended ignores it."""
-        if self._steps is not None:
-            self._steps.leave(self)
-        with self._lock:
-            self._closed = True
-        self._open.clear()
-        for stream in self._readers:
-            stream.send([_End(self._death())])
-        self._readers.clear()
-        while not self._inbox.empty():
-            self._inbox.get()(engine)
-        engine.drop_preparations()
-        atexit.unregister(self._exit)
-        engine.close()
-        self.ended.set_result(None)
+        """End all streams with an error; from now on `add` refuses. A stream that has ended ignores it.
+
+        `ended` is done whatever raises here.
+        """
+        with ExitStack() as last:  # the last one is called first
+            last.callback(self.ended.set_result, None)
+            last.callback(engine.close)
+            last.callback(atexit.unregister, self._exit)
+            last.callback(engine.drop_preparations)
+            if self._steps is not None:
+                self._steps.leave(self)
+            with self._lock:
+                self._closed = True
+            self._open.clear()
+            for stream in self._readers:
+                stream.send([_End(self._death())])
+            self._readers.clear()
+            while not self._inbox.empty():
+                self._inbox.get()(engine)
 
     def _death(self) -> SpeculantError:
         error = EngineDeadError(

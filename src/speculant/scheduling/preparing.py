@@ -7,7 +7,10 @@
 Each block begins with the longest known prefix, as a request does. So a request finds every block free or known, and
 waits for the part under way, which is one step. Nothing is preempted. A part takes up to STEP_S, as long as the work of
 a step beside other clients (scheduling/scheduler.py). On a machine whose shortest step takes longer than half of that,
-a part takes up to twice the shortest step, as a neighbour's step with a draft does.
+a part takes up to twice as long as the shortest step. So does the step of another request that has a draft.
+
+Before a part, up to STEP_S are spent on reading the prefix from the disk. A part of a prefix is read in each of these
+steps, and a preparation whose reading does not come further ends.
 
 Clients take turns. A client has few preparations, and the oldest gives way to a new one.
 """
@@ -28,6 +31,7 @@ from speculant.types import Request, Sender
 
 PREPARED, LOOKED_UP = -999, -998  # the id of the one sequence that is being prepared; of one whose prefix is looked up
 MOST_OF_CLIENT, MOST = 8, 64  # preparations that are queued, of one client and in all
+MOST_STALLED = 8  # steps in which no further block is read from the disk
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 
 
@@ -42,13 +46,16 @@ class Preparation:
     """A prompt to be read ahead. cached: how many of its tokens were known when it was queued.
 
     left: tokens of the blocks that may still be computed; more are missing if its blocks are evicted meanwhile. last:
-    the block at which its last part ended. done: how many tokens are known in the end; they are full blocks.
+    the block at which its last part ended. fetched: blocks that were known after a step of reading from the disk.
+    stalled: such steps that brought no block. done: how many tokens are known in the end; they are full blocks.
     """
 
     request: Request
     cached: int
     left: int
     last: PrefixNode | None = None
+    fetched: int = 0
+    stalled: int = 0
     done: Future[int] = field(default_factory=_promise)
 
     @property
@@ -90,14 +97,25 @@ class Preparations:
         """Return the next part of a preparation; None = there is none now. Its blocks are held until `settle`."""
         while self._queues:
             first = next(iter(self._queues.values()))[0]
-            if not self._cache.fetch(first.request.tokens, self._salt(first.request), STEP_S):
+            if self._fetch(first):
+                plan = ReservationPlan(self._cache)
+                item = self._part(first, plan)
+                if item is not None:
+                    return Schedule([item], plan, 0, [], [])
+            elif first.stalled < MOST_STALLED:
                 return None  # the next step reads more from the disk
-            plan = ReservationPlan(self._cache)
-            item = self._part(first, plan)
-            if item is not None:
-                return Schedule([item], plan, 0, [], [])
             self._finish(first)
         return None
+
+    def _fetch(self, preparation: Preparation) -> bool:
+        """Read a preparation's prefix from the disk; return False if more of it is to be read."""
+        tokens, salt = preparation.request.tokens, self._salt(preparation.request)
+        if self._cache.fetch(tokens, salt, STEP_S):
+            return True
+        known = self._cache.known_blocks(tokens, salt)
+        preparation.stalled = 0 if known > preparation.fetched else preparation.stalled + 1
+        preparation.fetched = max(known, preparation.fetched)
+        return False
 
     def settle(self, item: Scheduled, seconds: float) -> None:
         """End a part that was computed in this many seconds. A full block may be followed by one of another client."""
@@ -137,10 +155,15 @@ class Preparations:
         self._leave(own[0])
 
     def drop(self) -> None:
-        """End all preparations with what they have."""
-        self.pause()
-        while self._queues:
-            self._finish(next(iter(self._queues.values()))[0])
+        """End all preparations with what they have. Raise nothing, in whatever state a failed step left the cache."""
+        for each in [each for own in self._queues.values() for each in own]:
+            try:
+                self._cache.release(LOOKED_UP)  # unless the step failed while it was held, nothing happens
+                self._finish(each)
+            except Exception as error:  # noqa: BLE001 - who waits for it gets it
+                if not each.done.done():
+                    each.done.set_exception(error)
+        self._queues.clear()
 
     def _part(self, preparation: Preparation, plan: ReservationPlan) -> Scheduled | None:
         """Return the next part of a preparation; None if nothing is missing, or there is no memory for it.

@@ -71,6 +71,11 @@ class ServerState:
         """Whether requests are not accepted yet."""
         return self._several is None and self.models[0].loaded is None and self.load_error is None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no text of a request is being read, and no sequence of any model runs or waits."""
+        return not (self.texts.is_busy or any(model.admission.count for model in self.models))
+
     def check(self) -> None:
         """Raise ApiError (503) unless requests are accepted."""
         if self.load_error is not None:
@@ -132,14 +137,15 @@ class ServerState:
 T = TypeVar("T")
 LARGE = 32_768  # bytes of a body that count as large
 _MOST_SMALL = 1024  # pieces of small work of one client; as many requests wait in an engine by default
+_MOST_AHEAD = 8  # pieces of work of one client for which no request waits
 _LONGEST_REST = 0.25  # seconds between pieces of large work
 
 
 class TextLanes:
     """Threads for work on texts: parsing large bodies, rendering conversations, tokenising.
 
-    Small work has a thread of its own, so it never waits for large work. Work that has begun can't be stopped: its size
-    is bounded instead.
+    Small work has a thread of its own, so it never waits for large work. So has work for which no request waits. Work
+    that has begun can't be stopped: its size is bounded instead.
     """
 
     def __init__(self, most_large: int) -> None:
@@ -147,23 +153,38 @@ class TextLanes:
         self._most_large = most_large
         self._small = ClientLane("speculant-text", most=_MOST_SMALL)
         self._large = ClientLane("speculant-large-text", most=most_large, longest_rest=_LONGEST_REST)
+        self._ahead = ClientLane("speculant-text-ahead", most=_MOST_AHEAD, longest_rest=_LONGEST_REST)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether work for requests waits or is being done."""
+        return self._small.is_busy or self._large.is_busy
 
     def submit(self, client: str, size: int, work: Callable[[], T]) -> Future[T]:
         """Return the future result of a client's work on a text or body of a size. Cancelled work may never run.
 
         Raises ApiError if the client has too much work here (429), or after `close` (503).
         """
-        try:
-            return (self._large if size > LARGE else self._small).submit(client, work)
-        except LaneFullError:
-            most = self._most_large if size > LARGE else _MOST_SMALL
-            raise overloaded(
-                f"At most {most} requests of one client may wait here for their texts to be read. Try again later."
-            ) from None
-        except LaneClosedError:
-            raise unavailable("The server is shutting down.", "shutting_down") from None
+        if size > LARGE:
+            return _submit(self._large, self._most_large, client, work)
+        return _submit(self._small, _MOST_SMALL, client, work)
+
+    def submit_ahead(self, client: str, work: Callable[[], T]) -> Future[T]:
+        """Return the future result of work for which no request waits, and which delays none here. See `submit`."""
+        return _submit(self._ahead, _MOST_AHEAD, client, work)
 
     def close(self) -> None:
         """Cancel the work that waits, and end the threads."""
-        self._small.close()
-        self._large.close()
+        for lane in (self._small, self._large, self._ahead):
+            lane.close()
+
+
+def _submit(lane: ClientLane, most: int, client: str, work: Callable[[], T]) -> Future[T]:
+    try:
+        return lane.submit(client, work)
+    except LaneFullError:
+        raise overloaded(
+            f"At most {most} requests of one client may wait here for their texts to be read. Try again later."
+        ) from None
+    except LaneClosedError:
+        raise unavailable("The server is shutting down.", "shutting_down") from None

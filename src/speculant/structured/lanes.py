@@ -80,6 +80,11 @@ class ClientLane:
         future.add_done_callback(partial(self._forget, client))
         return future
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether work waits or is being done."""
+        return bool(self._held)
+
     def close(self) -> None:
         """Cancel the work that has not begun, and end the threads after the work that has."""
         with self._lock:

@@ -149,6 +149,26 @@ def test_two_models_alternate_in_the_room_of_one(
     assert sorted(states(server).values()) == ["loaded", "unloaded"]
 
 
+def test_a_model_whose_prompt_is_read_ahead_can_be_put_away(
+    serve: Any,
+    folders: dict[str, str],
+    texts: dict[tuple[str, str], str],
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("speculant.engine.engine.Engine._prepare", lambda engine: time.sleep(0.01))
+    loaded = Loaded(folders, size)
+    server = serve(loaded.sources(), memory=int(1.5 * size), queue_timeout=5).ready()
+    with ThreadPoolExecutor(1) as clients:
+        body = {"model": "a", "prompt": [3] * 40, "wait": True}
+        reading = clients.submit(server.http.post, "/v1/prefill", json=body)
+        server.until(lambda: states(server)["a"] == "loaded")
+        answer = server.post("/v1/completions", model="b", prompt=PROMPTS[0], **GREEDY)
+        assert answer["choices"][0]["text"] == texts["b", PROMPTS[0]]
+        reply = reading.result(20)
+    assert (reply.status_code, reply.json()["cached_tokens"]) == (200, 0)
+
+
 def test_models_that_fit_stay(
     serve: Any, folders: dict[str, str], texts: dict[tuple[str, str], str], size: int
 ) -> None:
@@ -255,7 +275,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
     "/v1/messages": {"messages": HI, "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": HI},
-    "/v1/prefill": {"prompt": "Hi"},
+    "/v1/prefill": {"prompt": "Hi", "wait": True},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [40, 41]},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 
 from speculant import AsyncEngine, SamplingParams
+from speculant.engine import Engine
 from speculant.errors import EngineClosedError
 from speculant.serving import Prompts, TextLanes, answers, certain
+from speculant.types import Client
 from tests.models import Shape
 from tests.servers import LiveServer, serve
 from tests.tagged import CALLS_TEMPLATE, write_tagged
@@ -141,6 +144,28 @@ def test_nothing_is_prepared_without_a_prefix_cache(serve: Any, folders: dict[st
     assert (status, "prefix caching is off" in reply["error"]["message"]) == (400, True)
 
 
+def test_a_busy_server_prepares_nothing(serve: Any, folders: dict[str, str]) -> None:
+    """Nor is anything rendered: it would take the processor from the requests."""
+    server: LiveServer = serve(lambda: engine_of(folders["calls"])).ready()
+    with server.state.admission.admit(1, Client("other")):
+        chat(server, SALUTATION)
+        assert settled(server) == (0, 0)
+    assert settled(server) == (0, 0)
+
+
+def test_the_next_request_ends_the_work_for_its_client(
+    serve: Any, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speculant.serving.openai.ahead.PAUSE_S", 0.3)
+    server: LiveServer = serve(lambda: engine_of(folders["calls"]), api_keys=("one", "two")).ready()
+    one, two = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+    body = {"messages": SALUTATION, **GREEDY}
+    for after, prepares in ((one, False), (two, True)):
+        assert server.http.post("/v1/chat/completions", json=body, headers=one).status_code == 200
+        assert server.http.post("/tokenize", json={"prompt": "a"}, headers=after).status_code == 200
+        assert (settled(server)[0] > 0) == prepares
+
+
 def test_a_call_is_followed_by_the_header_of_its_result(folders: dict[str, str]) -> None:
     """Whatever the result is, the prompt of the next turn begins with what is certain."""
     from speculant.serving import ChatBody, MessageReader, ServerOptions, ToolDelta
@@ -152,7 +177,7 @@ def test_a_call_is_followed_by_the_header_of_its_result(folders: dict[str, str])
             reader = MessageReader()
             reader.message.calls.append(ToolDelta(0, "call_1", "cut", "{}"))
             (answer,) = answers(reader, body.messages)
-            tokens = certain(prompts, engine, body, answer)
+            tokens = await certain(prompts, engine, body, answer, asyncio.to_thread)
             text = engine.tokenizer.decode(tokens, skip_special_tokens=False)
             assert text.endswith("</tool_call>[end][tool")
             result = {"role": "tool", "tool_call_id": "call_1", "content": "A result."}
@@ -173,7 +198,7 @@ def test_a_template_that_fails_is_ignored(folders: dict[str, str], caplog: pytes
             body = ChatBody.model_validate({"messages": SALUTATION})
             (answer,) = answers(MessageReader(), body.messages)
             with pytest.raises(SpeculantError):
-                certain(prompts, engine, body, answer)
+                await certain(prompts, engine, body, answer, asyncio.to_thread)
 
     asyncio.run(main())
 
@@ -252,6 +277,16 @@ def test_errors_are_those_of_other_routes(
     assert problem in json.dumps(reply)
 
 
+def test_a_wait_has_the_deadline_of_a_first_token(
+    serve: Any, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where requests leave no time for it."""
+    monkeypatch.setattr("speculant.engine.engine.Engine._prepare", lambda engine: time.sleep(0.01))
+    server: LiveServer = serve(lambda: engine_of(folders["calls"]), first_token_timeout=0.3).ready()
+    status, reply = prefill(server, prompt="Ships and sails. " * 20, wait=True)
+    assert (status, "was not read after 0.3 s" in reply["error"]["message"]) == (504, True)
+
+
 # --- the engine's thread
 
 
@@ -266,6 +301,32 @@ def test_preparations_end_with_the_engine(folders: dict[str, str]) -> None:
         assert sum(results) == engine.metrics.prepared_tokens < 4 * 1392
         with pytest.raises(EngineClosedError):
             await engine.prefill([1, 2, 3])
+
+    asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_dies_while_a_prefix_is_looked_up_ends(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for the preparation is answered, and shutting down ends."""
+
+    async def main() -> None:
+        engine = engine_of(folders["calls"])
+        begun = await engine.prefill([*range(3, 90)] * 8)
+        thread = engine._thread
+
+        def die(inner: Engine) -> None:
+            own = inner._preparations
+            with monkeypatch.context() as broken:
+                broken.setattr(own._cache, "release", sys.exit)
+                own._look_up(begun.request)
+
+        thread._inbox.put(die)
+        async with asyncio.timeout(20):
+            await asyncio.wrap_future(begun.done)
+            await engine.shutdown(drain=True)
+        assert not engine.is_alive
 
     asyncio.run(main())
 

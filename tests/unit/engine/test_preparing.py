@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from speculant.cache import PART
@@ -231,6 +233,25 @@ def test_a_preparation_changes_no_random_number() -> None:
 def test_a_prompt_that_no_request_could_have_is_refused(prompt: list[int], problem: str) -> None:
     with pytest.raises(RequestError, match=problem):
         rig_of().engine.prepare(prompt)
+
+
+@pytest.mark.parametrize("steps", [1, 20])
+def test_reading_from_the_disk_that_stands_still_ends(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """What comes further in each step goes on."""
+    rig = rig_of()
+    calls = list[float]()
+
+    def fetch(tokens: Sequence[int], salt: str, seconds: float) -> bool:
+        calls.append(seconds)
+        return False
+
+    monkeypatch.setattr(rig.cache, "fetch", fetch)
+    monkeypatch.setattr(rig.cache, "known_blocks", lambda tokens, salt: min(len(calls), steps))
+    made = rig.engine.prepare(text(0))
+    for _ in range(steps + 20):
+        rig.step()
+    assert (result(made), rig.engine.prepares) == (0, False)
+    assert steps < len(calls) < steps + 20
 
 
 def test_without_prefixes_nothing_can_be_prepared() -> None:

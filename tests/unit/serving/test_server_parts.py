@@ -234,6 +234,25 @@ def test_closed_lanes_cancel_what_waits() -> None:
     assert first.result(PATIENCE)
 
 
+def test_work_ahead_delays_no_text_of_a_request() -> None:
+    """Nor does it take one of its client's places."""
+    lanes, go, begun = TextLanes(most_large=1), threading.Event(), threading.Event()
+    ahead = lanes.submit_ahead("a", lambda: (begun.set(), go.wait(PATIENCE)))
+    assert begun.wait(PATIENCE)
+    assert not lanes.is_busy
+    held = threading.Event()
+    for size in (1, LARGE + 1):
+        assert lanes.submit("a", size, lambda: "read").result(PATIENCE) == "read"
+        held.clear()
+        waiting = lanes.submit("b", size, lambda: held.wait(PATIENCE))
+        assert lanes.is_busy
+        held.set()
+        assert waiting.result(PATIENCE)
+    assert not ahead.done()
+    go.set()
+    lanes.close()
+
+
 def test_small_work_does_not_wait_for_large() -> None:
     lanes, go, begun = TextLanes(most_large=2), threading.Event(), threading.Event()
 

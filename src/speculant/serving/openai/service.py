@@ -24,6 +24,7 @@ from speculant import __version__
 from speculant.engine import AsyncEngine, StreamPiece
 from speculant.errors import SpeculantError
 from speculant.params import SamplingParams
+from speculant.scheduling import Preparation
 from speculant.serving.http.clients import client_of, read_weights, salt_of
 from speculant.serving.metrics import RequestMeter, joined
 from speculant.serving.models import HOLDS, ServedModel
@@ -118,7 +119,7 @@ class Service:
     """The server's parts, for the routes."""
 
     def __init__(self, state: ServerState, options: ServerOptions) -> None:
-        self.state, self.options, self._ahead = state, options, TurnsAhead()
+        self.state, self.options, self._ahead = state, options, TurnsAhead(state)
         self._weights = read_weights(options.client_weights, options.api_keys)
         self._texts = WeakKeyDictionary[AsyncEngine, TokenTexts]()
 
@@ -128,6 +129,7 @@ class Service:
         Raises ApiError for an invalid one, and if no requests are accepted.
         """
         self.state.check()
+        self._ahead.drop(client_of(request.scope))
         check_kind(request.headers.get("content-type", ""))
         raw = await request.body()
         request.state.size = len(raw)
@@ -176,6 +178,22 @@ class Service:
             raise unavailable(text, "queue_timeout") from None
         request.state.waited = time.monotonic() - started
         return model
+
+    async def until_read(self, request: Request, begun: Sequence[Preparation]) -> list[int]:
+        """Wait for preparations, and return how many tokens of each are known; their model may be put away meanwhile.
+
+        Raises ApiError (504) if it takes longer than a first token may.
+        """
+        if self.state.has_several:
+            request.scope[HOLDS].close()
+        options = self._deadlines(request)
+        limits = [each for each in (options.first_token_timeout, options.request_timeout) if each is not None]
+        ended = asyncio.gather(*(asyncio.wrap_future(each.done) for each in begun))
+        try:
+            async with asyncio.timeout(min(limits, default=None)):
+                return await while_connected(request.receive, ended)
+        except TimeoutError:
+            raise timed_out(f"The prompt was not read after {min(limits)} s, as other requests ran.") from None
 
     def call(self, model: ServedModel, body: GeneratingBody, params: SamplingParams, num_prompts: int = 1) -> Call:
         """Return the facts about a request for its answer. Raises ApiError (400) for too many samples."""
@@ -464,10 +482,19 @@ class Routes:
 
     async def prefill(self, request: Request) -> Response:
         """Have the prompt of a chat or a completion read while nothing else runs, so that a later request finds it."""
+        body = with_allowed_tools(await self._service.read(PrefillBody, request))
+        model = await self._service.use(request, body.model)
+        begun = await self._prepare(request, model.engine, body)
+        known = [each.cached for each in begun]
+        if body.wait:
+            known = await self._service.until_read(request, begun)
+        sizes = {"prompt_tokens": sum(each.num_tokens for each in begun), "cached_tokens": sum(known)}
+        return json_response(
+            {"object": "prefill", "model": body.model or model.names[0], **sizes}, 200 if body.wait else 202
+        )
+
+    async def _prepare(self, request: Request, engine: AsyncEngine, body: PrefillBody) -> list[Preparation]:
         service = self._service
-        body = with_allowed_tools(await service.read(PrefillBody, request))
-        model = await service.use(request, body.model)
-        engine = model.engine
         if (body.prompt is None) == (body.messages is None):
             raise refusal("Send either prompt or messages.", "prompt")
         prompts = service.prompts(request)
@@ -482,15 +509,7 @@ class Routes:
             count_prompts(completion, service.options)
             made = await while_connected(request.receive, prompts.of_completion(engine, completion))
         salt, client = salt_of(request.scope, body.cache_salt), service.client(request)
-        begun = [await engine.prefill(prompt.given, cache_salt=salt, client=client) for prompt in made]
-        known = [each.cached for each in begun]
-        if body.wait:
-            ended = asyncio.gather(*(asyncio.wrap_future(each.done) for each in begun))
-            known = await while_connected(request.receive, ended)
-        sizes = {"prompt_tokens": sum(each.num_tokens for each in begun), "cached_tokens": sum(known)}
-        return json_response(
-            {"object": "prefill", "model": body.model or model.names[0], **sizes}, 200 if body.wait else 202
-        )
+        return [await engine.prefill(prompt.given, cache_salt=salt, client=client) for prompt in made]
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a prompt or of messages."""
