@@ -13,10 +13,10 @@ SLACK = 0.05  # of a budget, which follows a room that shrinks
 INNER_IMPORTS = 138  # of names that two files of a room have, of names that are also a file's; may only fall
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
-    "cache": (2283, 8),
+    "cache": (2325, 8),
     "cli": (3690, 13),
-    "drafting": (7770, 44),
-    "engine": (6380, 23),
+    "drafting": (7780, 44),
+    "engine": (6405, 23),
     "kernels": (1790, 8),
     "lab.bench": (4260, 13),
     "lab.cli": (2913, 14),
@@ -27,10 +27,10 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "lab.theory": (569, 4),
     "lab.training": (4070, 12),
     "lengths": (1977, 8),
-    "models": (15044, 76),
+    "models": (15053, 76),
     "sampling": (419, 3),
     "scale": (2056, 10),
-    "scheduling": (1344, 5),
+    "scheduling": (1350, 5),
     "serving": (10843, 46),
     "structured": (1889, 10),
     "text": (2857, 12),

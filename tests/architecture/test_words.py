@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.architecture.rooms import ROOT
 
-WORDS = 30_150  # a commit that adds a feature may raise the number by what its pages need
+WORDS = 30_200  # a commit that adds a feature may raise the number by what its pages need
 SLACK = 0.05  # of the budget, which follows pages that shrink
 
 

@@ -46,7 +46,6 @@ from speculant.engine.fair_steps import FairSteps
 from speculant.engine.memory import CacheMemory
 from speculant.engine.nearby import FoundDraft, find_drafts
 from speculant.engine.precision import AUTO, LARGE_BYTES, HeadRounding, rounded
-from speculant.engine.prompt_cache import open_prompt_cache
 from speculant.errors import CapacityError, ConfigError, ModelError, PairError, RequestError, SpeculantError
 from speculant.files import forget_measured
 from speculant.lengths import (
@@ -172,8 +171,7 @@ def build_around(
     name = method_name(spec) if spec else None
     length = (spec.num_speculative_tokens if spec else None) or (drafters.usual_length(name) if name else 0)
     sampler, cache = target.backend.sampler, memory.make_target()
-    rows = () if target.backend.row_invariant else (limits.max_num_batched_tokens, torch.get_num_threads())
-    open_prompt_cache(config, target.model, target.folder, cache, not drafters.needs.reads.encoder, rows)
+    _keep_prompts(config, target, cache, limits, not drafters.needs.reads.encoder)
     limits, context = memory.limits, memory.context(longest)
     if limits.max_model_len < (config.max_model_len or longest):
         logger.warning("max_model_len is %s", context)
@@ -249,6 +247,18 @@ def expected_bytes(config: EngineConfig) -> int:
         else:
             found += stored_bytes(files.weights.kind(name), shape) if quantised else math.prod(shape) * size
     return found
+
+
+def _keep_prompts(
+    config: EngineConfig, target: Checkpoint, cache: KVCache, limits: Limits, keeps_sources: bool
+) -> None:
+    """Let a target's cache keep its prompts on disk, if a folder is configured."""
+    if config.prompt_cache is None:
+        return
+    from speculant.engine.prompt_cache import open_prompt_cache
+
+    rows = () if target.backend.row_invariant else (limits.max_num_batched_tokens, torch.get_num_threads())
+    open_prompt_cache(config, target.model, target.folder, cache, keeps_sources, rows)
 
 
 def _learning(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer, drafters: Drafters) -> Learning | None:

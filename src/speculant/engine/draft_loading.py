@@ -10,7 +10,6 @@ from speculant.cache import KVCache
 from speculant.config import EngineConfig
 from speculant.drafting import check_kind, intersect
 from speculant.engine.precision import AUTO, LargeDraft, choose_precision, expected_gain, rounded, state_of
-from speculant.engine.prompt_cache import open_prompt_cache
 from speculant.errors import PairError
 from speculant.models import (
     CausalLM,
@@ -79,6 +78,10 @@ class DraftLoader:
 
     def keep_prompts(self, model: CausalLM, cache: KVCache) -> None:
         """Let a loaded draft model's cache keep its prompts on disk, if the engine does."""
+        if self.config.prompt_cache is None:
+            return
+        from speculant.engine.prompt_cache import open_prompt_cache
+
         for each, folder in self.folders:
             if each is model:
                 open_prompt_cache(self.config, model, folder, cache)

@@ -16,8 +16,7 @@ from speculant.config import EngineConfig
 from speculant.errors import ConfigError
 from speculant.files import Stamp, cache_folder, read_measured, write_file
 from speculant.gguf_file import parts_of
-from speculant.kernels import VERSION
-from speculant.models import CausalLM, SequenceInput, build_batch, encode_sources
+from speculant.models import CausalLM, SequenceInput, build_batch, code_versions, encode_sources
 from speculant.types import DraftTree
 
 logger = logging.getLogger(__name__)
@@ -37,19 +36,17 @@ def open_prompt_cache(
     keeps_sources: bool = True,
     facts: tuple[object, ...] = (),
 ) -> None:
-    """Let the cache of a model, loaded from `place`, keep its prompts in the configured folder, if there is one.
+    """Let the cache of a model, loaded from `place`, keep its prompts in the configured folder.
 
     keeps_sources: False if a drafter reads the encoder's results. facts: that keys and values depend on too. Raises
     ConfigError for an engine without prefixes.
     """
-    if config.prompt_cache is None:
-        return
     if not config.enable_prefix_caching or config.kv_cache_backend != "paged":
         raise ConfigError(
             "prompt_cache keeps prefixes, and this engine shares none between requests",
             'leave enable_prefix_caching on, and kv_cache_backend="paged".',
         )
-    folder, started = Path(config.prompt_cache).expanduser(), time.perf_counter()
+    folder, started = Path(str(config.prompt_cache)).expanduser(), time.perf_counter()
     files = BlockFiles(folder, _model_digest(model, place, cache, facts), config.prompt_cache_bytes())
     StoredPrefixes(cache, files, keeps_sources)
     logger.info(
@@ -63,7 +60,7 @@ def _model_digest(model: CausalLM, place: Path, cache: KVCache, facts: tuple[obj
     The arithmetic is known by the versions of its code, and by what it computes for a few tokens: instruction sets with
     equal bits share files, and others do not.
     """
-    facts = (*facts, _FORMAT, VERSION, torch.__version__, cache.block_size, model.cache_shape, content_digest(place))
+    facts = (*facts, _FORMAT, *code_versions(), cache.block_size, model.cache_shape, content_digest(place))
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=16)
     for content in _probe(model, cache):
         digest.update(content)

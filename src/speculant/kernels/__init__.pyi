@@ -1,5 +1,6 @@
 from .base import (
     NO_TOKEN as NO_TOKEN,
+    VERSION as VERSION,
     Edits as Edits,
     RowDraw as RowDraw,
     Sampler as Sampler,
@@ -19,7 +20,6 @@ from .native import (
     MOST_GROUP as MOST_GROUP,
     SCALE_BYTES as SCALE_BYTES,
     TYPES as TYPES,
-    VERSION as VERSION,
     Activation as Activation,
     Arena as Arena,
     Bounds as Bounds,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from speculant.counts import TokenCounts
 
+VERSION = 30  # of the native library's calls, and of the bits that it computes
 NO_TOKEN = -1  # the draw of a row without a distribution
 
 

@@ -35,7 +35,7 @@ from typing_extensions import override
 
 from speculant.counts import TokenCounts
 from speculant.errors import ConfigError, Converts, ModelError, suggest
-from speculant.kernels.base import Edits, RowDraw, Sampler, SamplingSettings
+from speculant.kernels.base import VERSION, Edits, RowDraw, Sampler, SamplingSettings
 from speculant.kernels.pages import pages
 from speculant.kernels.reference import REFERENCE, own_scores
 
@@ -131,7 +131,6 @@ class Scratch:
         return blocks[-1]
 
 
-VERSION = 30  # of the calls of the library, and of the bits that they compute
 MOST_DIM, MOST_GROUP = 512, 32  # of a head; query heads per key head, which bound the scratch memory of a thread
 MOST_CONV = 16  # positions that a convolution sees
 INDEX_BYTES = 32  # a panel, in the index of a matrix in 12 bits

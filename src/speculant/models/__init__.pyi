@@ -9,6 +9,7 @@ from .backends.base import (
     RoundsWeights as RoundsWeights,
     TimesWeights as TimesWeights,
     choose_backend as choose_backend,
+    code_versions as code_versions,
     find_backends as find_backends,
     packing_of as packing_of,
     why_not as why_not,

@@ -116,7 +116,7 @@ def alternate(server: LiveServer, texts: dict[tuple[str, str], str]) -> None:
         list(clients.map(ask, range(24)))
 
 
-def test_a_model_that_was_put_away_reads_its_prompts_from_the_disk(
+def test_a_model_that_was_put_away_reads_prompts_from_disk(
     serve: Any, folders: dict[str, str], texts: dict[tuple[str, str], str], size: int, tmp_path: Path
 ) -> None:
     more = {"prompt_cache": tmp_path / "prompts", "learn": tmp_path / "learned", "block_size": 4}

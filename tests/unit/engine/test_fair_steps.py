@@ -101,7 +101,7 @@ def test_idle_turns_take_nothing_from_engines_with_work() -> None:
     late.end()
 
 
-def test_an_engine_that_becomes_idle_gives_up_the_turn_that_it_kept() -> None:
+def test_an_engine_that_becomes_idle_gives_up_its_turn() -> None:
     shared, running, engine = FairSteps(), list[Steps](), threading.Event()
     with shared.turn(engine, lambda: True):
         pass

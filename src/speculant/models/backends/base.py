@@ -16,7 +16,7 @@ from torch import Tensor
 
 from speculant import plugins
 from speculant.errors import ConfigError, suggest
-from speculant.kernels import Sampler
+from speculant.kernels import VERSION, Sampler
 from speculant.models.base import CausalLM
 from speculant.models.description import DecoderConfig
 from speculant.models.weights.source import (
@@ -32,6 +32,11 @@ KIND = "speculant.models.backends"
 AUTO = "auto"
 PLAIN, CODED = "plain", "12bit"  # packings
 _FIX = 'use kernels="auto" without quantization, device="cpu" and dtype float32 or bfloat16, or see `speculant doctor`.'
+
+
+def code_versions() -> tuple[int, str]:
+    """Return the versions of the code that computes models: the native kernels', and torch's."""
+    return VERSION, torch.__version__
 
 
 class Computes(Protocol):
