@@ -56,6 +56,7 @@ OF_ASYNC: dict[str, Callable[[AsyncEngine], object]] = SHARED | {
     "end": lambda engine: engine.end("unknown"),
     "generate": lambda engine: asyncio.run(engine.generate(PROMPTS[0], SHORT)),
     "has_begun": lambda engine: engine.has_begun("own-0"),
+    "prefill": lambda engine: asyncio.run(engine.prefill(PROMPTS[2])),
     "shutdown": lambda engine: None,  # the test's end
     "stream": lambda engine: asyncio.run(read_one(engine.stream(PROMPTS[1], SHORT))),
     "stream_chat": lambda engine: asyncio.run(read_one(engine.stream_chat(CHAT, SHORT))),

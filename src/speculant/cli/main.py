@@ -21,7 +21,7 @@ COMMANDS = {  # with the first paragraph of each one's help, so that the list of
     "chat": "Talk to a model.",
     "demo": "Compare plain and speculative decoding with the embedded models.",
     "doctor": "Report this machine's features and the cost of missing ones; or a model's sizes and types.",
-    "serve": "Serve a model over HTTP, in the shape of OpenAI's API.",
+    "serve": "Serve a model, or several, over HTTP, in the shape of OpenAI's API.",
     "batch": "Answer a file of requests.",
     "cache": "List, prune, verify or forget what is kept on disk between runs.",
 }

@@ -614,8 +614,8 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Release a request's blocks and queue it again; its tokens are recomputed once it is admitted."""
         self.running.remove(request)
-        self._stop(request)
         self._read.discard(request.seq_id)
+        self._stop(request)
         self.waiting.add(request)
         if not self.standings.has_begun(request):
             self.waiting.end(request)

@@ -102,8 +102,8 @@ BLOCKS = [
     Mutant(
         "a prefix is found although its window was evicted",
         CACHE,
-        "                return index * size\n",
-        "                return length\n",
+        "                    return index * self.block_size\n",
+        "                    return length\n",
         "test_windows.py::test_a_prefix_is_found_as_far_as_every_group_has_its_window",
     ),
     Mutant(

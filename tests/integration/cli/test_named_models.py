@@ -41,7 +41,7 @@ AFTER = {
     "quantize": ["OUT"],
     "inflate": ["OUT", "--shape", "1b"],
 }
-WITHOUT = {"demo", "plan", "train"}  # the embedded models, no model, and models that are made
+WITHOUT = {"cache", "demo", "plan", "train"}  # no model, the embedded models, and models that are made
 
 
 @pytest.mark.parametrize("flag", [(), ("--model",)], ids=["argument", "flag"])

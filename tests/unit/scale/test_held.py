@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 
@@ -68,9 +69,13 @@ def test_a_cache_says_what_it_evicted() -> None:
 
 
 def test_the_router_forgets_what_was_not_sent_since() -> None:
+    before = logging.root.handlers[:], logging.root.level
     tree_module = pytest.importorskip("ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree")
     assert tree_module
     from speculant.scale import SentTexts
+
+    logging.root.handlers[:], level = before  # the import of Ray's router replaces them
+    logging.root.setLevel(level)
 
     tree, rng = SentTexts(), random.Random(3)
     tree.add_tenants(["a", "b"], 0.0)
