@@ -26,13 +26,17 @@ Missing = tuple[int, int]  # the number of a block of a text, and the place of i
 
 @dataclass
 class Search:
-    """What is known of a text's files. keys: of its first blocks. failed: files that are there and can't be used."""
+    """What is known of a text's files. keys: of its first blocks. failed: files that are there and can't be used.
+
+    reads: how many files were read; where others evict what was read, it ends at twice as many as are needed.
+    """
 
     tokens: tuple[int, ...]
     cache_salt: str
     keys: list[bytes] = field(default_factory=list)
     is_complete: bool = False
     failed: set[Missing] = field(default_factory=set)
+    reads: int = 0
 
     def lacks(self, index: int, place: int, ends: bool) -> None:
         """Note that a file can't be used. ends: no prefix is known beyond it."""
@@ -116,8 +120,9 @@ class StoredPrefixes:
                     if not is_first and time.perf_counter() > end:
                         return False
                     pool, is_first = self._pools[place], False
-                    if not pool.num_free:
+                    if not pool.num_free or search.reads > 2 * len(self._pools) * len(search.keys):
                         return True
+                    search.reads += 1
                     own = self._cache.tree.tokens_of(search.tokens, index)
                     content = self.files.read(search.keys[index], place, own, self._sizes[place])
                     if content is None:
