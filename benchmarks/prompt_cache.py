@@ -119,7 +119,7 @@ class LlamaServer:
         self._post("/slots/0?action=save", filename=self._saved.name)
 
     def subjects(self) -> dict[str, Callable[[], dict[str, Any]]]:
-        """Return what is measured."""
+        """Return what runs each of its states once, by name."""
         return {
             "llama.cpp cold": lambda: self._timed(self._erase, self._complete),
             "llama.cpp memory": lambda: self._timed(lambda: None, self._complete),

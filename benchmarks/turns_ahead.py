@@ -1,4 +1,4 @@
-"""Turns ahead: an agent's times to the first token, and what a neighbour waits while prompts are read ahead.
+"""Turns ahead: an agent's times to the first token, and a neighbour's waits while prompts are read ahead.
 
 An agent's trace has ten turns. In each the model must call a tool, and the next turn begins with its output: `--output`
 tokens of a file of Python's standard library. Between an answer and the next request are `--pause` seconds, and more if

@@ -73,7 +73,7 @@ def entries(folder: Path) -> list[KeptFile]:
 
 
 def verify(path: Path) -> str:
-    """Return what is wrong with a file; "" = nothing."""
+    """Return the fault of a file; "" = it is sound."""
     try:
         _read(path, bytes.fromhex(path.stem))
     except (OSError, ValueError, DamagedBlockError) as error:
@@ -103,7 +103,7 @@ def _head(path: Path) -> tuple[Any, ...]:
 
 
 class DamagedBlockError(Exception):
-    """A file is not what was written."""
+    """A file differs from what was written."""
 
 
 @dataclass
