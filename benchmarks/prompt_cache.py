@@ -22,7 +22,7 @@ import httpx
 import torch
 
 from speculant import LLM, SamplingParams
-from speculant.cache import entries
+from speculant.cache import BlockFiles
 from speculant.lab.bench import Benchmark, code_prompt, plain_values, ratios, spreads
 from speculant.lab.inflation import inflated_pair
 
@@ -33,7 +33,7 @@ STATES = ("cold", "memory", "disk", "disk_warm", "restarted")
 
 def drop_pages(folder: Path) -> None:
     """Drop the system's copies of the files in a folder. What it has not written yet is written first."""
-    for entry in entries(folder):
+    for entry in BlockFiles.entries(folder):
         with entry.path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -69,7 +69,7 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         return lambda: (llm.reset_prefix_cache(), *(each() for each in also))
 
     def empty() -> None:
-        for entry in entries(folder / "prompts"):
+        for entry in BlockFiles.entries(folder / "prompts"):
             entry.path.unlink()
 
     subjects = {
@@ -89,7 +89,7 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if peer:
         peer.end()
     tokens = {run["token"] for name, each in runs.items() for run in each if name in STATES}
-    files = entries(folder / "prompts")
+    files = BlockFiles.entries(folder / "prompts")
     return {
         "prompt_tokens": len(prompt),
         "bytes_per_token": sum(entry.size for entry in files) / len(prompt),

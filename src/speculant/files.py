@@ -1,25 +1,24 @@
-"""Reads the JSON files of a checkpoint, detects changed files, and keeps measurements and other files between runs."""
+"""Reads the JSON files of a checkpoint, detects changed files, and keeps measurements between runs."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import isfinite
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from speculant import __version__
 from speculant.errors import ModelError
+from speculant.kept_files import replacing
 
 MOST_FILES = 64  # of one kind to keep
 STEADY = 1.5  # spread above which a measurement shows a busy machine
@@ -76,75 +75,6 @@ def cache_folder(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speculant" / name
 
 
-class KeptFile(NamedTuple):
-    """A file that is kept between runs. used: its last use, in seconds since the epoch. kind: of its content."""
-
-    path: Path
-    size: int
-    used: float
-    kind: str
-
-
-def entries_of(paths: Iterable[Path], kind: str) -> list[KeptFile]:
-    """Return the files that exist, the one that was used longest ago first."""
-    found = list[KeptFile]()
-    for path in paths:
-        with suppress(OSError):
-            status = path.stat()
-            found.append(KeptFile(path, status.st_size, status.st_mtime, kind))
-    return sorted(found, key=lambda entry: entry.used)
-
-
-def delete(entries: Iterable[KeptFile]) -> list[KeptFile]:
-    """Delete files; return those that could be deleted."""
-    deleted = list[KeptFile]()
-    for entry in entries:
-        with suppress(OSError):
-            entry.path.unlink(missing_ok=True)
-            deleted.append(entry)
-    return deleted
-
-
-def delete_oldest(entries: Iterable[KeptFile], limit: int) -> list[KeptFile]:
-    """Delete the files that were used longest ago until all others have at most `limit` bytes; return these files."""
-    files, chosen = sorted(entries, key=lambda entry: entry.used), list[KeptFile]()
-    over = sum(entry.size for entry in files) - limit
-    for entry in files:
-        if over <= 0:
-            break
-        chosen.append(entry)
-        over -= entry.size
-    return delete(chosen)
-
-
-TEMPORARY = ".part"  # the suffix of files that are being written
-
-
-@contextmanager
-def temporary(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
-    """Yield a locked new file, and its name; the file is deleted unless the block renames it."""
-    while True:
-        number, name = tempfile.mkstemp(TEMPORARY, dir=folder)
-        with open(number, "wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if not os.fstat(number).st_nlink:  # another process took it for an abandoned one
-                continue
-            try:
-                yield file, Path(name)
-            finally:
-                with suppress(OSError):
-                    os.unlink(name)
-            return
-
-
-def remove_abandoned(folder: Path) -> None:
-    """Delete the temporary files of processes that died."""
-    for path in folder.glob("*" + TEMPORARY):
-        with suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the writer is alive
-            path.unlink()
-
-
 MOUNTS = Path("/proc/self/mountinfo")
 EMPTY_DIR = "/kubernetes.io~empty-dir/"  # in the paths of such volumes on a node of Kubernetes
 _LOST_WITH = {"tmpfs": "memory", "ramfs": "memory", "overlay": "container", "fuse.fuse-overlayfs": "container"}
@@ -196,22 +126,6 @@ def costs_folder() -> Path:
     return cache_folder("costs")
 
 
-def owner_of(salt: str) -> str:
-    """Return a digest of the part of a salt that names its owner; see `speculant.serving.http.clients.salt_of`."""
-    return digest_of("owner", salt.partition(":")[0].partition("/")[0])
-
-
-def salt_digest(salt: str) -> str:
-    """Return a digest of the part of a salt that is not its owner's name or user's, but the client's own choice."""
-    who, found, own = salt.partition(":")
-    return digest_of("salt", own if found else who)
-
-
-def digest_of(*facts: str) -> str:
-    """Return a short name for facts, which does not reveal them."""
-    return hashlib.sha256("\0".join(facts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
 def key_of(facts: Sequence[str]) -> str:
     """Return the name of a file for a measurement under these facts, on this machine with this version."""
     return _machine_key() + _digest(*facts)
@@ -247,10 +161,8 @@ def forget_measured() -> None:
 def write_file(path: Path, measured: Mapping[str, Any]) -> None:
     """Write a measurement atomically. If the folder can't be written, the next start measures again."""
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(measured, file)
-        Path(file.name).replace(path)
+        with replacing(path, lasting=False) as file:
+            file.write(json.dumps(measured).encode())
         _drop_oldest(path.parent.glob("*.json"))
 
 

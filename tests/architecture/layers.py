@@ -11,7 +11,7 @@ from tests.architecture.source import PACKAGE, Module
 
 EVERYWHERE = frozenset(
     {
-        *("types", "tree", "beams", "constraints", "counts", "params", "config", "errors", "files"),
+        *("types", "tree", "beams", "constraints", "counts", "params", "config", "errors", "files", "kept_files"),
         *("gguf_file", "metrics", "checks"),
     }
 )
@@ -26,7 +26,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "checks": frozenset({"errors"}),
     "params": frozenset({"checks", "errors", "structured.spec"}),
-    "files": frozenset({"errors"}),
+    "kept_files": frozenset(),
+    "files": frozenset({"errors", "kept_files"}),
     "gguf_file": frozenset({"errors", "files"}),
     "metrics": frozenset({"errors"}),
     "tree": frozenset(),

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from speculant import LLM, SamplingParams, plugins
-from speculant.cache import BlockFiles, StoredPrefixes, entries, verify
+from speculant.cache import BlockFiles, StoredPrefixes
 from speculant.errors import ConfigError
-from speculant.files import TEMPORARY
+from speculant.kept_files import TEMPORARY
 from speculant.kernels import usable_sets
 from speculant.scheduling import STEP_S
 from tests.drafters import model_of, options_of, predicting
@@ -181,7 +181,7 @@ def test_damaged_files(
     first = engine(target, folder, **weights)
     cold = texts(first)
     stored(first)
-    whole = {entry.path: entry.path.read_bytes() for entry in entries(folder)}
+    whole = {entry.path: entry.path.read_bytes() for entry in BlockFiles.entries(folder)}
     others = [*whole.values()]
     llm, count = engine(target, folder, **weights), 0
     for _ in range(rounds):
@@ -192,7 +192,7 @@ def test_damaged_files(
         assert texts(llm) == cold
         stored(llm)
         for path, content in whole.items():
-            if path.exists() and verify(path):  # no prompt needed it
+            if path.exists() and BlockFiles.verify(path):  # no prompt needed it
                 path.write_bytes(content)
     assert count > 3 * rounds
     assert "Traceback" not in caplog.text
@@ -213,7 +213,7 @@ def test_processes_that_are_killed(write: Callable[..., str], tmp_path: Path) ->
         time.sleep(0.2 + draws.random())
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        assert {verify(entry.path) for entry in entries(folder)} <= {""}
+        assert {BlockFiles.verify(entry.path) for entry in BlockFiles.entries(folder)} <= {""}
     llm = engine(target, folder, **ENGINES["float64"])
     assert texts(llm) == cold
     assert stored(llm).files.read_tokens > 0
@@ -287,7 +287,7 @@ def test_files_that_can_not_be_read(
     first = engine(target, folder, **settings)
     cold = texts(first)
     stored(first)
-    paths = [entry.path for entry in entries(folder)]
+    paths = [entry.path for entry in BlockFiles.entries(folder)]
     for path in random.Random(1).sample(paths, min(len(paths), 12)):
         content = path.read_bytes()
         path.unlink()
@@ -357,7 +357,7 @@ def test_a_folder_that_is_removed(write: Callable[..., str], tmp_path: Path) -> 
     assert llm.reset_prefix_cache()
     assert texts(llm) == cold
     stored(llm)
-    assert entries(folder), "nothing is written any more"
+    assert BlockFiles.entries(folder), "nothing is written any more"
 
 
 def test_what_does_not_pay_is_not_read(write: Callable[..., str], tmp_path: Path) -> None:

@@ -12,14 +12,7 @@ from .base import (
     StateShape as StateShape,
     by_length as by_length,
 )
-from .disk import (
-    BlockFiles as BlockFiles,
-    belongs as belongs,
-    entries as entries,
-    model_of as model_of,
-    prune as prune,
-    verify as verify,
-)
+from .disk import BlockFiles as BlockFiles, prune as prune
 from .paged import (
     MEASURED as MEASURED,
     BlockPool as BlockPool,

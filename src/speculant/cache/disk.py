@@ -36,14 +36,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from speculant.files import (
+from speculant.kept_files import (
     KeptFile,
+    UnusableFileError,
     delete_oldest,
     entries_of,
+    open_own,
     owner_of,
     remove_abandoned,
+    replacing,
     salt_digest,
-    temporary,
 )
 
 logger = logging.getLogger(__name__)
@@ -65,45 +67,6 @@ _CRC_END = 12
 _DIGEST = 16
 
 Content = bytes | memoryview
-
-
-def entries(folder: Path) -> list[KeptFile]:
-    """Return the files of a folder, the one that was used longest ago first."""
-    return entries_of(folder.glob(f"??/*{SUFFIX}"), "prompt")
-
-
-def verify(path: Path) -> str:
-    """Return the fault of a file; "" = it is sound."""
-    try:
-        _read(path, bytes.fromhex(path.stem))
-    except (OSError, ValueError, DamagedBlockError) as error:
-        return str(error)
-    return ""
-
-
-def model_of(path: Path) -> str:
-    """Return a digest of the model whose prompts a file holds. Raises OSError, or ValueError for another file."""
-    return bytes(_head(path)[2]).hex()
-
-
-def belongs(path: Path, owner: str | None, salt: str | None) -> bool:
-    """Whether a file is of this owner and of this salt, as digests (speculant/files.py); None = any."""
-    with suppress(OSError, ValueError):
-        head = _head(path)
-        return owner in (None, head[3].hex()) and salt in (None, head[4].hex())
-    return False
-
-
-def _head(path: Path) -> tuple[Any, ...]:
-    with path.open("rb") as file:
-        head = file.read(_HEADER.size)
-    if len(head) < _HEADER.size or head[: len(_MAGIC)] != _MAGIC:
-        raise ValueError("it is no file of a prompt cache")
-    return _HEADER.unpack(head)
-
-
-class DamagedBlockError(Exception):
-    """A file differs from what was written."""
 
 
 @dataclass
@@ -160,6 +123,33 @@ class BlockFiles:
     def __post_init__(self) -> None:
         self._submit(0, self._begin)
 
+    @staticmethod
+    def entries(folder: Path) -> list[KeptFile]:
+        """Return the files of a folder, the one that was used longest ago first."""
+        return entries_of(folder.glob(f"??/*{SUFFIX}"), "prompt")
+
+    @staticmethod
+    def verify(path: Path) -> str:
+        """Return the fault of a file; "" = it is sound."""
+        try:
+            _read(path, bytes.fromhex(path.stem))
+        except (OSError, ValueError) as error:
+            return str(error)
+        return ""
+
+    @staticmethod
+    def model_of(path: Path) -> str:
+        """Return a digest of the model whose prompts a file holds. Raises OSError, UnusableFileError."""
+        return bytes(_head(path)[2]).hex()
+
+    @staticmethod
+    def belongs(path: Path, owner: str | None, salt: str | None) -> bool:
+        """Whether a file is of this owner and of this salt, as digests (speculant/kept_files.py); None = any."""
+        with suppress(OSError, ValueError):
+            head = _head(path)
+            return owner in (None, head[3].hex()) and salt in (None, head[4].hex())
+        return False
+
     def root(self, cache_salt: str) -> bytes:
         """Return the key of a salt, from which the keys of its blocks follow."""
         return _digest(self.model, cache_salt.encode("utf-8", "surrogatepass"))
@@ -178,13 +168,13 @@ class BlockFiles:
         try:
             own, content = _read(path, path_name(key, place), size)
             if own != array("i", tokens).tobytes():
-                raise DamagedBlockError("it holds other tokens")
+                raise UnusableFileError("it holds other tokens")
         except FileNotFoundError:
             return None
         except OSError as error:
             self._say("read", f"{path} can't be read, and its prompt is computed: {error}")
             return None
-        except DamagedBlockError as error:
+        except UnusableFileError as error:
             self._say("damage", f"{path} is deleted, and its prompt computed: {error}")
             self.discard(key, place)
             return None
@@ -241,7 +231,7 @@ class BlockFiles:
                 self._paused = time.monotonic()
                 self._say("write", f"prompts are not kept in {self.folder} for {PAUSE_S:.0f} s: {error}")
                 if error.errno == errno.ENOSPC:  # the files of long ago make room for later ones
-                    self._size = prune(self.folder, sum(entry.size for entry in entries(self.folder)) - 1)
+                    self._size = prune(self.folder, sum(entry.size for entry in self.entries(self.folder)) - 1)
             except Exception:
                 logger.exception("a prompt was not kept")
             finally:
@@ -265,11 +255,8 @@ class BlockFiles:
         crc = zlib.crc32(content, zlib.crc32(rest))
         for again in (False, True):
             try:
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                with temporary(path.parent) as (file, made):
+                with replacing(path, lasting=False) as file:
                     file.writelines((_MAGIC, struct.pack("<I", crc), rest, content))
-                    file.flush()
-                    made.replace(path)
             except FileNotFoundError:  # the folder was removed meanwhile
                 if again:
                     raise
@@ -294,7 +281,7 @@ class BlockFiles:
 
 def prune(folder: Path, limit: int) -> int:
     """Delete the least recently used files, if all have more bytes than the limit; return the bytes of all others."""
-    found = entries(folder)
+    found = BlockFiles.entries(folder)
     size = sum(entry.size for entry in found)
     gone = delete_oldest(found, int(LEAST_LEFT * limit)) if size > limit else []
     return size - sum(entry.size for entry in gone)
@@ -313,25 +300,31 @@ def _digest(*parts: bytes) -> bytes:
     return digest.digest()
 
 
+def _head(path: Path) -> tuple[Any, ...]:
+    """Return the fields of a file's header. Raises OSError, and UnusableFileError for another file."""
+    with open_own(path) as file:
+        head = file.read(_HEADER.size)
+    if len(head) < _HEADER.size or head[: len(_MAGIC)] != _MAGIC:
+        raise UnusableFileError("it is no file of a prompt cache")
+    return _HEADER.unpack(head)
+
+
 def _read(path: Path, name: bytes, size: int | None = None) -> tuple[bytes, memoryview]:
-    """Return the tokens and the content of a file, of this size if one is given. Raises OSError, DamagedBlockError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(descriptor, "rb", buffering=0) as file:
-        status, head = os.fstat(descriptor), file.read(_HEADER.size) or b""
-        if status.st_uid != os.geteuid():
-            raise DamagedBlockError("it belongs to another user")
+    """Return the tokens and the content of a file, of this size if one is given. Raises OSError, UnusableFileError."""
+    with open_own(path) as file:
+        is_, head = os.fstat(file.fileno()).st_size, file.read(_HEADER.size)
         if len(head) < _HEADER.size:
-            raise DamagedBlockError("it is too short")
+            raise UnusableFileError("it is too short")
         magic, crc, *_, own, _, count, length = _HEADER.unpack(head)
         tokens = array("i").itemsize * count
         whole = _HEADER.size + tokens + length
-        if magic != _MAGIC or status.st_size != whole or whole > MOST_BYTES or size not in (None, length):
-            raise DamagedBlockError("its form is another one")
+        if magic != _MAGIC or is_ != whole or whole > MOST_BYTES or size not in (None, length):
+            raise UnusableFileError("its form is another one")
         if own != name:
-            raise DamagedBlockError("it has the name of another file")
+            raise UnusableFileError("it has the name of another file")
         data = memoryview(bytearray(tokens + length))
         if file.readinto(data) != len(data) or zlib.crc32(data, zlib.crc32(head[_CRC_END:])) != crc:
-            raise DamagedBlockError("it has changed since it was written")
+            raise UnusableFileError("it has changed since it was written")
     return bytes(data[:tokens]), data[tokens:]
 
 

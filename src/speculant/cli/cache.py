@@ -16,15 +16,15 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from speculant.cache import belongs, entries as prompt_files, model_of, verify as verify_prompt
+from speculant.cache import BlockFiles
 from speculant.cli.flags import accepts_log_level
 from speculant.cli.terminal import command_group, examples, print_json, results
 from speculant.config import read_bytes
 from speculant.engine import LearnedFiles
 from speculant.errors import ConfigError
-from speculant.files import (
+from speculant.files import cache_folder
+from speculant.kept_files import (
     KeptFile,
-    cache_folder,
     delete,
     delete_oldest,
     entries_of,
@@ -54,7 +54,7 @@ class KeptKind(NamedTuple):
 
 KINDS: Mapping[str, KeptKind] = {
     "learned": KeptKind(LearnedFiles.entries, LearnedFiles.verify, LearnedFiles.model_of, LearnedFiles.belongs),
-    "prompt": KeptKind(prompt_files, verify_prompt, model_of, belongs),
+    "prompt": KeptKind(BlockFiles.entries, BlockFiles.verify, BlockFiles.model_of, BlockFiles.belongs),
     "weights": KeptKind(lambda folder: entries_of(folder.glob("*.weights"), "weights")),
     "costs": KeptKind(lambda folder: entries_of(folder.glob("*.json"), "costs")),
 }

@@ -583,7 +583,7 @@ def _weight_cache() -> str:
     from speculant.models import LIMIT_BYTES, cache_files
 
     folder = cache_folder("weights")
-    sizes = [status.st_size for _, status in cache_files(folder)]
+    sizes = [entry.size for entry in cache_files(folder)]
     lost = lost_with(folder)
     unused = f"; none is added, as this {lost} would lose it" if lost else ""
     return f"{len(sizes)} models, {sum(sizes) / GIB:.1f} of at most {LIMIT_BYTES / GIB:.0f} GiB, in {folder}{unused}"

@@ -30,7 +30,6 @@ from .generation import (
 from .learning import (
     LearnedFiles as LearnedFiles,
     Learning as Learning,
-    UnusableFileError as UnusableFileError,
     target_digest as target_digest,
 )
 from .llm import (

@@ -2,9 +2,9 @@
 
     DIR/<owner>-<salt>-<rest>.learned      [ MAGIC | digest of the rest | length of the head | head: JSON | numbers ]
 
-The name has digests alone. owner, salt: see speculant/files.py; all that one key or one salt taught can be found. rest:
-of the whole salt, the target's place and vocabulary, the method, and the form of what it keeps. Drafts never change a
-text, so a file can only make drafts better or worse.
+The name has digests alone. owner, salt: see speculant/kept_files.py; all that one key or one salt taught can be found.
+rest: of the whole salt, the target's place and vocabulary, the method, and the form of what it keeps. Drafts never
+change a text, so a file can only make drafts better or worse.
 
 A thread reads and writes the files, and the engine's thread does all else, in a small part of its steps: no lock is
 needed, which a garbage collection that ends a request might wait for. The files of a salt are read when its first
@@ -20,7 +20,6 @@ import hashlib
 import json
 import logging
 import os
-import stat
 import struct
 import threading
 import time
@@ -33,15 +32,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speculant.errors import DraftError, Guard
-from speculant.files import (
+from speculant.kept_files import (
     KeptFile,
+    UnusableFileError,
     delete_oldest,
     digest_of,
     entries_of,
+    open_own,
     owner_of,
     remove_abandoned,
+    replacing,
     salt_digest,
-    temporary,
 )
 
 if TYPE_CHECKING:
@@ -61,10 +62,6 @@ SHARE_S = 0.02  # of a step
 LAST_S = 30.0  # that the end of an engine waits for the last files
 _HEAD = struct.Struct("<8s16sI")
 _CHECKED = struct.calcsize("<8s16s")  # what follows is covered by the digest
-
-
-class UnusableFileError(ValueError):
-    """A file is not what was written, or is of another form."""
 
 
 def target_digest(place: Path, tokenizer: Tokenizer, size: int) -> str:
@@ -125,17 +122,16 @@ class LearnedFiles:
         lengths = [len(part) for part in parts]
         head = json.dumps({"name": path.stem, "model": self.model, "method": method, "lengths": lengths}).encode()
         rest = b"".join((struct.pack("<I", len(head)), head, *(part.tobytes() for part in parts)))
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with temporary(self.folder) as (file, made):
+        with replacing(path) as file:
             file.writelines((MAGIC, _checksum(rest), rest))
-            file.flush()
-            os.fsync(file.fileno())
-            made.replace(path)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[array[int]]]:
     """Return the head and the parts of a file. Raises OSError, and UnusableFileError unless it is what was written."""
-    data = _content(path)
+    with open_own(path) as file:
+        if os.fstat(file.fileno()).st_size > MOST_BYTES:
+            raise UnusableFileError("it is too large")
+        data = file.read()
     if len(data) < _HEAD.size or data[: len(MAGIC)] != MAGIC:
         raise UnusableFileError("it does not begin as such a file does")
     _, digest, length = _HEAD.unpack_from(data)
@@ -154,21 +150,6 @@ def _read(path: Path) -> tuple[dict[str, Any], list[array[int]]]:
     if name != path.stem or end != len(numbers) or [len(part) for part in parts] != lengths:
         raise UnusableFileError("it is of another form, or has the name of another file")
     return head, parts
-
-
-def _content(path: Path) -> bytes:
-    """Return the bytes of a file of this user. Raises OSError, and UnusableFileError for any other one."""
-    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        status = os.fstat(number)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            raise UnusableFileError("it is no file of this user")
-        if status.st_size > MOST_BYTES:
-            raise UnusableFileError("it is too large")
-        with open(number, "rb", closefd=False) as file:
-            return file.read()
-    finally:
-        os.close(number)
 
 
 def _checksum(data: bytes) -> bytes:

@@ -248,7 +248,6 @@ from .weights.cache import (
     LIMIT_BYTES as LIMIT_BYTES,
     MAPPED as MAPPED,
     PACKED as PACKED,
-    DamagedFileError as DamagedFileError,
     WeightCache as WeightCache,
     WeightStore as WeightStore,
     cache_files as cache_files,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from speculant.cache import BlockFiles, belongs, entries
+from speculant.cache import BlockFiles
 from speculant.engine import LearnedFiles
-from speculant.files import owner_of
+from speculant.kept_files import owner_of
 from speculant.serving import API_KEY, USER, salt_of
 from tests.commands import error_of, invoke, json_of
 
@@ -148,14 +148,16 @@ def test_prompts_are_listed_verified_and_forgotten(tmp_path: Path) -> None:
     (row,) = json_of("cache", "list", tmp_path)["kinds"]
     assert (row["kind"], row["files"], row["models"]) == ("prompt", 4, {bytes(range(16)).hex(): 4})
     assert json_of("cache", "verify", tmp_path)["damaged"] == 0
-    path = next(entry.path for entry in entries(tmp_path) if belongs(entry.path, owner_of(salts[2]), None))
+    path = next(
+        entry.path for entry in BlockFiles.entries(tmp_path) if BlockFiles.belongs(entry.path, owner_of(salts[2]), None)
+    )
     path.write_bytes(path.read_bytes()[:-1] + b"d")
     assert json_of("cache", "verify", tmp_path)["damaged"] == 1
     assert json_of("cache", "forget", tmp_path, "--api-key", "one", "--salt", "a")["forgotten"] == 1
     assert json_of("cache", "forget", tmp_path, "--api-key", "one")["forgotten"] == 1
     assert json_of("cache", "prune", tmp_path, "--older-than", "1h")["deleted"] == 0
     assert json_of("cache", "forget", tmp_path)["forgotten"] == 1
-    assert not entries(tmp_path)
+    assert not BlockFiles.entries(tmp_path)
 
 
 def test_every_command_of_cache_has_help_with_examples() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from speculant.cache import BlockFiles, entries, model_of, prune, verify
+from speculant.cache import BlockFiles, prune
 from tests.examples import examples
 
 MODEL = bytes(range(16))
@@ -59,18 +59,18 @@ def test_a_file_is_found_by_its_tokens(tmp_path: Path) -> None:
 def test_only_its_user_may_read(tmp_path: Path) -> None:
     files = opened(tmp_path / "cache")
     keep(files, b"key")
-    (entry,) = entries(tmp_path / "cache")
+    (entry,) = BlockFiles.entries(tmp_path / "cache")
     assert entry.path.stat().st_mode & 0o777 == 0o600
     assert entry.path.parent.stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
-    assert model_of(entry.path) == MODEL.hex()
+    assert BlockFiles.model_of(entry.path) == MODEL.hex()
 
 
 @pytest.mark.parametrize("kind", ["empty", "folder", "link", "pipe", "other"])
 def test_what_is_no_file_of_the_cache(kind: str, tmp_path: Path) -> None:
     files = opened(tmp_path)
     keep(files, b"key")
-    (entry,) = entries(tmp_path)
+    (entry,) = BlockFiles.entries(tmp_path)
     entry.path.unlink()
     make: dict[str, Callable[[], object]] = {
         "empty": entry.path.touch,
@@ -81,7 +81,7 @@ def test_what_is_no_file_of_the_cache(kind: str, tmp_path: Path) -> None:
     }
     make[kind]()
     assert content_of(files, b"key") is None
-    assert verify(entry.path) != "" or not entry.path.exists()
+    assert BlockFiles.verify(entry.path) != "" or not entry.path.exists()
 
 
 def test_the_least_recently_used_files_are_deleted(tmp_path: Path) -> None:
@@ -89,15 +89,15 @@ def test_the_least_recently_used_files_are_deleted(tmp_path: Path) -> None:
     keys = [bytes([number]) for number in range(10)]
     for key in keys:
         keep(files, key, bytes(1000))
-    size = sum(entry.size for entry in entries(tmp_path))
-    for place, entry in enumerate(entries(tmp_path)):
+    size = sum(entry.size for entry in BlockFiles.entries(tmp_path))
+    for place, entry in enumerate(BlockFiles.entries(tmp_path)):
         os.utime(entry.path, (place, place))
     files.mark_used([keys[3], keys[1]], [0])
     files.flush()
     left = prune(tmp_path, size // 2)
     assert left <= size // 2
     assert all(files.has(keys[place], 0) for place in (1, 3))
-    order = [entry.path for entry in entries(tmp_path)]
+    order = [entry.path for entry in BlockFiles.entries(tmp_path)]
     assert order[-1] == files._path(keys[3], 0), "a text loses its end first"
     assert prune(tmp_path, size) == left, "nothing has to be deleted"
 
@@ -106,7 +106,7 @@ def test_all_files_stay_within_their_limit(tmp_path: Path) -> None:
     files = opened(tmp_path, limit=20_000)
     for number in range(100):
         keep(files, number.to_bytes(2, "big"), bytes(1000))
-    assert 10_000 < sum(entry.size for entry in entries(tmp_path)) <= 20_000
+    assert 10_000 < sum(entry.size for entry in BlockFiles.entries(tmp_path)) <= 20_000
     assert files.has((99).to_bytes(2, "big"), 0)
 
 
@@ -116,19 +116,19 @@ def test_a_full_disk_costs_a_line(
     files = opened(tmp_path)
     for number in range(20):
         keep(files, bytes([100 + number]))
-    before = len(entries(tmp_path))
+    before = len(BlockFiles.entries(tmp_path))
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", full)
+        patch.setattr(os, "replace", full)
         for number in range(5):
             keep(files, bytes([number]))
             files._paused = -1e9
     assert len(caplog.records) == 1
     assert "No space left" in caplog.text
-    assert before * 0.4 < len(entries(tmp_path)) < before, "nothing makes room, or all is deleted"
+    assert before * 0.4 < len(BlockFiles.entries(tmp_path)) < before, "nothing makes room, or all is deleted"
     assert not [*tmp_path.glob("*/*.part")]
     keep(files, b"later")
     assert content_of(files, b"later") == b"content"
@@ -144,9 +144,9 @@ def test_another_process_filled_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", full)
+        patch.setattr(os, "replace", full)
         keep(late, b"late")
-    assert 15 <= len(entries(tmp_path)) < 20
+    assert 15 <= len(BlockFiles.entries(tmp_path)) < 20
 
 
 def test_a_size_that_is_not_expected(tmp_path: Path) -> None:
@@ -154,12 +154,12 @@ def test_a_size_that_is_not_expected(tmp_path: Path) -> None:
     files = opened(tmp_path)
     for kind in ("sparse", "longer"):
         keep(files, b"key")
-        (entry,) = entries(tmp_path)
+        (entry,) = BlockFiles.entries(tmp_path)
         if kind == "sparse":
             os.truncate(entry.path, 2**40)
-        assert verify(entry.path) == ("its form is another one" if kind == "sparse" else "")
+        assert BlockFiles.verify(entry.path) == ("its form is another one" if kind == "sparse" else "")
         assert content_of(files, b"key", size=7 if kind == "sparse" else 8) is None
-        assert not entries(tmp_path)
+        assert not BlockFiles.entries(tmp_path)
 
 
 def test_a_folder_that_is_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -181,7 +181,7 @@ def test_a_clock_that_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             files.mark_used([bytes([number])], [0])
     files.flush()
     assert content_of(files, b"new", size=1000) in (bytes(1000), None)
-    assert sum(entry.size for entry in entries(tmp_path)) <= 3000
+    assert sum(entry.size for entry in BlockFiles.entries(tmp_path)) <= 3000
 
 
 def test_writers_that_are_killed(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_writers_that_are_killed(tmp_path: Path) -> None:
         os.waitpid(child, 0)
     opened(tmp_path)
     assert not [*tmp_path.glob("*/*.part")]
-    wrong = {verify(entry.path) for entry in entries(tmp_path)}
+    wrong = {BlockFiles.verify(entry.path) for entry in BlockFiles.entries(tmp_path)}
     assert wrong <= {""}, wrong
 
 
@@ -218,5 +218,5 @@ def test_processes_that_share_a_folder(tmp_path: Path) -> None:
             os._exit(wrong > 0)
         children.append(child)
     assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
-    assert {verify(entry.path) for entry in entries(tmp_path)} == {""}
+    assert {BlockFiles.verify(entry.path) for entry in BlockFiles.entries(tmp_path)} == {""}
     assert prune(tmp_path, 300_000) <= 300_000

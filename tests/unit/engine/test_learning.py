@@ -36,12 +36,11 @@ from speculant.drafting import (
 from speculant.engine import (
     LearnedFiles,
     Learning,
-    UnusableFileError,
     load_tokenizer,
     target_digest,
 )
 from speculant.errors import DraftError
-from speculant.files import owner_of, salt_digest
+from speculant.kept_files import UnusableFileError, owner_of, salt_digest
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
 from speculant.serving import API_KEY, USER, key_digest, salt_of
 from speculant.types import CommittedRows, Ending

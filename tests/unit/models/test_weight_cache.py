@@ -22,14 +22,14 @@ from torch import Tensor
 
 from speculant import LLM, SamplingParams, files
 from speculant.cli import figures
-from speculant.files import TEMPORARY, TICK, cache_folder, temporary
+from speculant.files import TICK, cache_folder
+from speculant.kept_files import TEMPORARY, UnusableFileError, replacing
 from speculant.kernels import Kernels, Type, Weight, open_kernels, usable_sets
 from speculant.models import (
     KEPT,
     MAPPED,
     PACKED,
     Checkpoint,
-    DamagedFileError,
     QuantizedBlocks,
     SequenceInput,
     StoredWeights,
@@ -167,7 +167,7 @@ def content(source: str, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     load(source, folder)
     weight_cache.LEAST_BYTES = least
     (found,) = cache_files(folder)
-    return found[0].read_bytes()
+    return found.path.read_bytes()
 
 
 def flipped(content: bytes, place: int, mask: int) -> bytes:
@@ -196,7 +196,7 @@ def test_damaged_file_is_found(
     path.write_bytes(damaged)
     kernels = open_kernels()
     assert kernels is not None
-    with pytest.raises(DamagedFileError):
+    with pytest.raises(UnusableFileError):
         map_weights(path, facts_of(content), kernels)
     path.write_bytes(content)
     assert map_weights(path, facts_of(content), kernels)
@@ -216,7 +216,7 @@ def test_damaged_file_is_made_again(
     how: str, source: str, folder: Path, expected: Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
     check(source, folder, expected, KEPT)
-    ((path, _),) = cache_files(folder)
+    (path,) = (entry.path for entry in cache_files(folder))
     good = path.read_bytes()
     path.write_bytes(DAMAGE[how](good, 12345, 64))
     check(source, folder, expected, KEPT)
@@ -229,10 +229,10 @@ def test_file_of_another_model_is_not_used(source: str, folder: Path, expected: 
     other = write_checkpoint(tmp_path / "other", Shape(seed=3))
     time.sleep(2 * TICK)
     check(source, folder, expected, KEPT)
-    ((path, _),) = cache_files(folder)
+    (path,) = (entry.path for entry in cache_files(folder))
     path.unlink()
     load(other, folder)
-    cache_files(folder)[0][0].rename(path)
+    cache_files(folder)[0].path.rename(path)
     check(source, folder, expected, KEPT, MAPPED)
 
 
@@ -259,7 +259,7 @@ def test_another_instruction_set_packs_again(
 @pytest.mark.skipif(not ROOT, reason="only root can give a file away")
 def test_file_of_another_user_is_not_used(source: str, folder: Path, expected: Tensor) -> None:
     check(source, folder, expected, KEPT)
-    ((path, _),) = cache_files(folder)
+    (path,) = (entry.path for entry in cache_files(folder))
     os.chown(path, 4321, -1)
     check(source, folder, expected, KEPT, MAPPED)
 
@@ -356,7 +356,7 @@ def in_a_child(work: Callable[[], object]) -> int:
     return child
 
 
-MOMENTS = [0, 1, 7, "fsync", "replace", "_drop_oldest"]
+MOMENTS = [0, 1, 7, "fsync", "replace", "delete_oldest"]
 
 
 @pytest.mark.parametrize(
@@ -375,12 +375,12 @@ def test_writer_that_is_killed_leaves_nothing_wrong(
             )
         else:
             patch.setattr(
-                *{"fsync": (os, "fsync"), "replace": (Path, "replace")}.get(moment, (weight_cache, moment)), die
+                *{"fsync": (os, "fsync"), "replace": (os, "replace")}.get(moment, (weight_cache, moment)), die
             )
         _, status = os.waitpid(in_a_child(lambda: cache.keep(facts, weights)), 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    assert len([*folder.glob("*" + TEMPORARY)]) == (moment != "_drop_oldest")
-    check(source, folder, expected, MAPPED if moment == "_drop_oldest" else KEPT, MAPPED)
+    assert len([*folder.glob("*" + TEMPORARY)]) == (moment != "delete_oldest")
+    check(source, folder, expected, MAPPED if moment == "delete_oldest" else KEPT, MAPPED)
     assert len([*folder.iterdir()]) == 1
 
 
@@ -394,8 +394,8 @@ def test_writers_that_are_killed_at_any_moment(
     os.waitpid(in_a_child(lambda: cache.keep(facts, weights)), 0)
     takes, chance, killed, tries = time.perf_counter() - started, random.Random(5), 0, 0
     while killed < 50:
-        for path, _status in cache_files(folder):
-            path.unlink()
+        for entry in cache_files(folder):
+            entry.path.unlink()
         child, moment = in_a_child(lambda: cache.keep(facts, weights)), chance.uniform(0, takes)
         time.sleep(moment)
         os.kill(child, signal.SIGKILL)
@@ -462,7 +462,8 @@ def some(kernels: Kernels, seed: int = 0) -> dict[str, Weight]:
 
 def test_live_writer_keeps_its_file(kernels: Kernels, tmp_path: Path) -> None:
     cache = WeightCache(tmp_path, kernels)
-    with temporary(tmp_path) as (_, name):
+    with replacing(tmp_path / "other"):
+        (name,) = tmp_path.glob("*" + TEMPORARY)
         assert cache.find(["a"]) is None
         assert name.exists()
     name.write_bytes(b"abandoned")
@@ -487,7 +488,7 @@ def test_files_that_were_used_longest_ago_go_first(
 ) -> None:
     cache, weights = WeightCache(tmp_path, kernels), some(kernels)
     cache.keep(["0"], weights)
-    size = cache_files(tmp_path)[0][1].st_size
+    size = cache_files(tmp_path)[0].size
     monkeypatch.setattr(weight_cache, "LIMIT_BYTES", 3 * size)
     for name in "12":
         cache.keep([name], weights)
@@ -498,7 +499,7 @@ def test_files_that_were_used_longest_ago_go_first(
     assert [name for name in "0123" if cache.path([name]).exists()] == ["0", "2", "3"]
     monkeypatch.setattr(weight_cache, "LIMIT_BYTES", 1)
     cache.keep(["4"], weights)
-    assert [path for path, _ in cache_files(tmp_path)] == [cache.path(["4"])]
+    assert [entry.path for entry in cache_files(tmp_path)] == [cache.path(["4"])]
     assert mapped is not None
     assert torch.equal(mapped["w"].memory, weights["w"].memory)  # as long as it is mapped
 

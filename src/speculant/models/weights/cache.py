@@ -35,7 +35,16 @@ import torch
 from torch import Tensor
 
 from speculant import __version__
-from speculant.files import cache_folder, lost_with, remove_abandoned, temporary
+from speculant.files import cache_folder, lost_with
+from speculant.kept_files import (
+    KeptFile,
+    UnusableFileError,
+    delete_oldest,
+    entries_of,
+    open_own,
+    remove_abandoned,
+    replacing,
+)
 from speculant.kernels import ALIGNMENT, Kernels, Type, Weight, library_path
 from speculant.models import background
 
@@ -44,10 +53,6 @@ logger = logging.getLogger(__name__)
 MAGIC = b"speculant-weight"
 END = struct.Struct("<QQ16s")
 PIECE = 2**23  # bytes that are written at once
-
-
-class DamagedFileError(Exception):
-    """A file has changed since it was written, or has another origin."""
 
 
 def write_weights(file: BinaryIO, facts: Sequence[str], weights: Mapping[str, Weight], kernels: Kernels) -> None:
@@ -67,20 +72,19 @@ def write_weights(file: BinaryIO, facts: Sequence[str], weights: Mapping[str, We
 def map_weights(path: Path, facts: Sequence[str], kernels: Kernels) -> dict[str, Weight]:
     """Return the weights of a file by name, mapped for reading.
 
-    Raises DamagedFileError if it has changed since it was written, has another origin or belongs to another user, and
+    Raises UnusableFileError if it has changed since it was written, has another origin or belongs to another user, and
     OSError if it can't be read.
     """
-    with path.open("rb") as file:
-        status = os.fstat(file.fileno())
-        if status.st_uid != os.geteuid():
-            raise DamagedFileError("it belongs to another user")
-        if status.st_size < END.size:
-            raise DamagedFileError("it is too short")
+    with open_own(path) as file:
+        if os.fstat(file.fileno()).st_size < END.size:
+            raise UnusableFileError("it is too short")
         memory = _as_tensor(mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ))
     try:
         return _read(memory, facts, kernels)
+    except UnusableFileError:
+        raise
     except (ValueError, TypeError, KeyError) as error:
-        raise DamagedFileError("its table is not valid") from error
+        raise UnusableFileError("its table is not valid") from error
 
 
 def _as_tensor(pages: mmap.mmap) -> Tensor:
@@ -92,7 +96,7 @@ def _as_tensor(pages: mmap.mmap) -> Tensor:
 def _read(memory: Tensor, facts: Sequence[str], kernels: Kernels) -> dict[str, Weight]:
     table, data = _table(memory)
     if table["facts"] != list(facts):
-        raise DamagedFileError("it was made of something else")
+        raise UnusableFileError("it was made of something else")
     return {name: _weight(data, name, entry, kernels) for name, entry in table["weights"].items()}
 
 
@@ -101,10 +105,10 @@ def _table(memory: Tensor) -> tuple[dict[str, Any], Tensor]:
     length, digest, magic = END.unpack(bytes(memory[-END.size :].tolist()))
     data = len(memory) - END.size - length
     if magic != MAGIC or data < 0:
-        raise DamagedFileError("it does not end as such a file does")
+        raise UnusableFileError("it does not end as such a file does")
     table = memory[data : data + length].numpy().tobytes()
     if _digest(table) != digest:
-        raise DamagedFileError("its table has changed")
+        raise UnusableFileError("its table has changed")
     content: dict[str, Any] = json.loads(table)
     return content, memory[:data]
 
@@ -113,7 +117,7 @@ def _weight(data: Tensor, name: str, entry: Sequence[int], kernels: Kernels) -> 
     place, size, type_, n, k, checksum = entry
     memory = data[place : place + size]
     if len(memory) != size or place % ALIGNMENT or kernels.checksum(memory) != checksum:
-        raise DamagedFileError(f"{name} has changed")
+        raise UnusableFileError(f"{name} has changed")
     return Weight(memory, Type(type_), n, k)
 
 
@@ -151,7 +155,7 @@ class WeightCache:
             os.utime(path)  # it was used now, so other files are deleted first
         except FileNotFoundError:
             return None
-        except DamagedFileError as error:
+        except UnusableFileError as error:
             logger.warning("%s is not used, and its weights are packed again: %s", path, error)
             with suppress(OSError):
                 path.unlink()
@@ -184,13 +188,10 @@ class WeightCache:
     def keep(self, facts: Sequence[str], weights: Mapping[str, Weight]) -> None:
         """Write weights to the disk, and delete the least recently used files if all take too much."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with temporary(self.folder) as (file, made):
+            with replacing(self.path(facts)) as file:
                 write_weights(file, facts, weights, replace(self.kernels, threads=1))
-                file.flush()
-                os.fsync(file.fileno())
-                made.replace(self.path(facts))
-            _drop_oldest(self.folder, self.path(facts))
+            others = [each for each in cache_files(self.folder) if each.path != self.path(facts)]
+            delete_oldest(others, LIMIT_BYTES - self.path(facts).stat().st_size)
         except OSError as error:
             say_once(f"weights can't be kept in {self.folder}, and each start packs them: {error}")
 
@@ -244,13 +245,9 @@ class WeightStore:
         logger.info("kept packed weights in %s in %.1f s", self.cache.folder, time.perf_counter() - started)
 
 
-def cache_files(folder: Path) -> list[tuple[Path, os.stat_result]]:
+def cache_files(folder: Path) -> list[KeptFile]:
     """Return the files of a cache, the one that was used longest ago first."""
-    found = []
-    for path in folder.glob("*" + SUFFIX):
-        with suppress(OSError):
-            found.append((path, path.stat()))
-    return sorted(found, key=lambda each: each[1].st_mtime_ns)
+    return entries_of(folder.glob("*" + SUFFIX), "weights")
 
 
 @functools.cache
@@ -264,13 +261,3 @@ def _library_digest() -> str:
     """Return a digest of the code that packs weights."""
     path = library_path()
     return hashlib.blake2b(path.read_bytes() if path else b"", digest_size=16).hexdigest()
-
-
-def _drop_oldest(folder: Path, newest: Path) -> None:
-    files = [each for each in cache_files(folder) if each[0] != newest]
-    over = sum(status.st_size for _, status in files) + newest.stat().st_size - LIMIT_BYTES
-    for path, status in files:
-        if over <= 0:
-            break
-        path.unlink(missing_ok=True)
-        over -= status.st_size
