@@ -139,6 +139,8 @@ class EngineConfig:
         check_fields(self, _ENGINE_CHECKS)
         self.kv_memory_bytes()
         self.prompt_cache_bytes()
+        self.prompt_cache_folder()
+        self.learn_folder()
         if (rows := self.max_num_batched_tokens or USUAL_ROWS) < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={rows} is below max_num_seqs={self.max_num_seqs}",
@@ -166,6 +168,14 @@ class EngineConfig:
     def kv_memory_bytes(self) -> int | None:
         """Return kv_memory as a number of bytes; None = chosen from the free memory."""
         return None if self.kv_memory in (None, "auto") else read_bytes("kv_memory", self.kv_memory)
+
+    def prompt_cache_folder(self) -> Path | None:
+        """Return the folder for prompts; None = they are not kept."""
+        return None if self.prompt_cache is None else read_folder("prompt_cache", self.prompt_cache)
+
+    def learn_folder(self) -> Path | None:
+        """Return the folder for what drafters learn; None = it is not kept."""
+        return None if self.learn is None else read_folder("learn", self.learn)
 
     def prompt_cache_bytes(self) -> int:
         """Return prompt_cache_size as a number of bytes."""
@@ -288,8 +298,20 @@ def read_bytes(name: str, value: object) -> int:
     except (KeyError, ValueError, OverflowError):
         size = 0
     if size <= 0:
-        raise ConfigError(f"{name}={value!r} is not a size in memory", 'use bytes, or text such as "512MiB" or "2GB".')
+        raise ConfigError(f"{name}={value!r} is not a size", 'use bytes, or text such as "512MiB" or "2GB".')
     return size
+
+
+def read_folder(name: str, value: object) -> Path:
+    """Return the path of a folder, which may not exist yet. Raises ConfigError if there can't be one."""
+    try:
+        path = Path(str(value)).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{name}={str(value)!r}: no user of this name is known", "write the whole path.") from error
+    there = next((each for each in (path, *path.parents) if os.path.exists(each)), path)
+    if not str(value) or not there.is_dir():
+        raise ConfigError(f"{name}={str(value)!r} is no folder, as {there} is none", "name another.")
+    return path
 
 
 def read_cache_dtype(given: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -13,7 +14,8 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-TEMPORARY = ".part"  # the suffix of files that are being written
+TEMPORARY = ".speculant-part"  # the suffix of files that are being written
+HEX = "[0-9a-f]"  # in patterns of names: a folder may also have files of others
 
 
 class KeptFile(NamedTuple):
@@ -45,8 +47,8 @@ def delete(entries: Iterable[KeptFile]) -> list[KeptFile]:
     return deleted
 
 
-def delete_oldest(entries: Iterable[KeptFile], limit: int) -> list[KeptFile]:
-    """Delete the files that were used longest ago until all others have at most `limit` bytes; return these files."""
+def oldest(entries: Iterable[KeptFile], limit: int) -> list[KeptFile]:
+    """Return the files that were used longest ago, so many that all others have at most `limit` bytes."""
     files, chosen = sorted(entries, key=lambda entry: entry.used), list[KeptFile]()
     over = sum(entry.size for entry in files) - limit
     for entry in files:
@@ -54,21 +56,28 @@ def delete_oldest(entries: Iterable[KeptFile], limit: int) -> list[KeptFile]:
             break
         chosen.append(entry)
         over -= entry.size
-    return delete(chosen)
+    return chosen
 
 
 class UnusableFileError(ValueError):
     """A kept file has changed since it was written, or is another one than its name says."""
 
 
-def open_own(path: Path) -> FileIO:
-    """Open a file of this user for reading, without a buffer. Raises OSError, and UnusableFileError for any other."""
+def open_kept(path: Path, of_anyone: bool = False) -> FileIO:
+    """Open a file for reading, without a buffer. of_anyone: its content is not used, so others may have written it.
+
+    Raises OSError, PermissionError too for a file of another user, and UnusableFileError for what is no file.
+    """
+    if path.is_symlink():
+        raise UnusableFileError("it is a link")
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        os.close(descriptor)
-        raise UnusableFileError("it is no file of this user")
-    return open(descriptor, "rb", buffering=0)
+    if stat.S_ISREG(status.st_mode) and (of_anyone or status.st_uid == os.geteuid()):
+        return open(descriptor, "rb", buffering=0)
+    os.close(descriptor)
+    if stat.S_ISREG(status.st_mode):
+        raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
+    raise UnusableFileError("it is no file")
 
 
 @contextmanager
@@ -99,7 +108,7 @@ def replacing(path: Path, lasting: bool = True) -> Iterator[BinaryIO]:
 def remove_abandoned(folder: Path) -> None:
     """Delete the temporary files of processes that died."""
     for path in folder.glob("*" + TEMPORARY):
-        with suppress(OSError, UnusableFileError), open_own(path) as file:
+        with suppress(OSError, UnusableFileError), open_kept(path) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the writer is alive
             path.unlink()
 

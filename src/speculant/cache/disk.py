@@ -37,11 +37,13 @@ from pathlib import Path
 from typing import Any
 
 from speculant.kept_files import (
+    HEX,
     KeptFile,
     UnusableFileError,
-    delete_oldest,
+    delete,
     entries_of,
-    open_own,
+    oldest,
+    open_kept,
     owner_of,
     remove_abandoned,
     replacing,
@@ -57,7 +59,7 @@ MARK_BYTES = 2**12
 MOST_BYTES = 2**30  # of a file
 FLUSH_S = 30.0  # for what waits when an engine ends
 PAUSE_S = 60.0  # after an error, until files are written again
-SCAN_S = 300.0  # between looks at the folder: other processes write there too
+SCAN_S, SCAN_SHARE = 300.0, 0.1  # seconds, and own bytes of the limit, between looks: other processes write there too
 LEAST_LEFT = 0.9  # of the limit, once files were deleted
 RETRY = 16  # reads that did not pay are tried again after as many others
 _MAGIC = b"spec-kv\x01"
@@ -117,6 +119,7 @@ class BlockFiles:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _size: int = 0  # of all files, as far as it is known
     _scanned: float = -1e9
+    _unscanned: int = 0  # bytes that were written since
     _paused: float = -1e9
     _said: set[str] = field(default_factory=set)
 
@@ -126,14 +129,14 @@ class BlockFiles:
     @staticmethod
     def entries(folder: Path) -> list[KeptFile]:
         """Return the files of a folder, the one that was used longest ago first."""
-        return entries_of(folder.glob(f"??/*{SUFFIX}"), "prompt")
+        return entries_of(folder.glob(f"{HEX * 2}/{HEX * 2 * _DIGEST}{SUFFIX}"), "prompt")
 
     @staticmethod
     def verify(path: Path) -> str:
-        """Return the fault of a file; "" = it is sound."""
+        """Return the fault of a file; "" = it is sound. Raises OSError if it can't be read."""
         try:
-            _read(path, bytes.fromhex(path.stem))
-        except (OSError, ValueError) as error:
+            _read(path, bytes.fromhex(path.stem), of_anyone=True)
+        except ValueError as error:
             return str(error)
         return ""
 
@@ -144,11 +147,12 @@ class BlockFiles:
 
     @staticmethod
     def belongs(path: Path, owner: str | None, salt: str | None) -> bool:
-        """Whether a file is of this owner and of this salt, as digests (speculant/kept_files.py); None = any."""
-        with suppress(OSError, ValueError):
-            head = _head(path)
-            return owner in (None, head[3].hex()) and salt in (None, head[4].hex())
-        return False
+        """Whether a file is of this owner and of this salt, as digests (speculant/kept_files.py); None = any.
+
+        Raises OSError, UnusableFileError.
+        """
+        head = _head(path)
+        return owner in (None, head[3].hex()) and salt in (None, head[4].hex())
 
     def root(self, cache_salt: str) -> bytes:
         """Return the key of a salt, from which the keys of its blocks follow."""
@@ -190,9 +194,11 @@ class BlockFiles:
         self, key: bytes, place: int, tokens: Sequence[int], cache_salt: str, size: int, content: Callable[[], Content]
     ) -> None:
         """Write a file of `size` bytes in the background, unless it is there, or too much waits; content is copied."""
+        if size > self.limit:
+            self._say("size", f"prompts are not kept in {self.folder}: a part of {size} bytes is above {self.limit}")
         if (
             self.has(key, place)
-            or size > MOST_BYTES // 2
+            or size > min(MOST_BYTES // 2, self.limit)
             or self._waiting + size > MOST_WAITING
             or time.monotonic() - self._paused < PAUSE_S
         ):
@@ -246,7 +252,7 @@ class BlockFiles:
     def _begin(self) -> None:
         """Prepare the folder."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for part in self.folder.glob("??"):
+        for part in self.folder.glob(HEX * 2):
             remove_abandoned(part)
         self._make_room()
 
@@ -264,13 +270,18 @@ class BlockFiles:
                 break
         size = _HEADER.size + len(tokens) * tokens.itemsize + len(content)
         self.written, self._size = self.written + size, self._size + size
-        if self._size > self.limit or time.monotonic() - self._scanned > SCAN_S:
+        self._unscanned += size
+        if (
+            self._size > self.limit
+            or self._unscanned > SCAN_SHARE * self.limit
+            or time.monotonic() - self._scanned > SCAN_S
+        ):
             self._make_room()
 
     def _make_room(self) -> None:
         """Delete the least recently used files if all have more bytes than they may."""
         self._size = prune(self.folder, self.limit)
-        self._scanned = time.monotonic()
+        self._scanned, self._unscanned = time.monotonic(), 0
 
     def _say(self, kind: str, text: str) -> None:
         """Log a warning, the first time for its kind."""
@@ -283,7 +294,7 @@ def prune(folder: Path, limit: int) -> int:
     """Delete the least recently used files, if all have more bytes than the limit; return the bytes of all others."""
     found = BlockFiles.entries(folder)
     size = sum(entry.size for entry in found)
-    gone = delete_oldest(found, int(LEAST_LEFT * limit)) if size > limit else []
+    gone = delete(oldest(found, int(LEAST_LEFT * limit))) if size > limit else []
     return size - sum(entry.size for entry in gone)
 
 
@@ -302,16 +313,16 @@ def _digest(*parts: bytes) -> bytes:
 
 def _head(path: Path) -> tuple[Any, ...]:
     """Return the fields of a file's header. Raises OSError, and UnusableFileError for another file."""
-    with open_own(path) as file:
+    with open_kept(path, of_anyone=True) as file:
         head = file.read(_HEADER.size)
     if len(head) < _HEADER.size or head[: len(_MAGIC)] != _MAGIC:
         raise UnusableFileError("it is no file of a prompt cache")
     return _HEADER.unpack(head)
 
 
-def _read(path: Path, name: bytes, size: int | None = None) -> tuple[bytes, memoryview]:
+def _read(path: Path, name: bytes, size: int | None = None, of_anyone: bool = False) -> tuple[bytes, memoryview]:
     """Return the tokens and the content of a file, of this size if one is given. Raises OSError, UnusableFileError."""
-    with open_own(path) as file:
+    with open_kept(path, of_anyone) as file:
         is_, head = os.fstat(file.fileno()).st_size, file.read(_HEADER.size)
         if len(head) < _HEADER.size:
             raise UnusableFileError("it is too short")

@@ -6,9 +6,10 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -19,15 +20,16 @@ import typer
 from speculant.cache import BlockFiles
 from speculant.cli.flags import accepts_log_level
 from speculant.cli.terminal import command_group, examples, print_json, results
-from speculant.config import read_bytes
+from speculant.config import read_bytes, read_folder
 from speculant.engine import LearnedFiles
 from speculant.errors import ConfigError
 from speculant.files import cache_folder
 from speculant.kept_files import (
+    HEX,
     KeptFile,
     delete,
-    delete_oldest,
     entries_of,
+    oldest,
     owner_of,
     remove_abandoned,
     salt_digest,
@@ -55,17 +57,19 @@ class KeptKind(NamedTuple):
 KINDS: Mapping[str, KeptKind] = {
     "learned": KeptKind(LearnedFiles.entries, LearnedFiles.verify, LearnedFiles.model_of, LearnedFiles.belongs),
     "prompt": KeptKind(BlockFiles.entries, BlockFiles.verify, BlockFiles.model_of, BlockFiles.belongs),
-    "weights": KeptKind(lambda folder: entries_of(folder.glob("*.weights"), "weights")),
+    "weights": KeptKind(lambda folder: entries_of(folder.glob(f"{HEX * 32}.weights"), "weights")),
     "costs": KeptKind(lambda folder: entries_of(folder.glob("*.json"), "costs")),
 }
 USERS = ("weights", "costs")  # kinds with a folder of the user's own; elsewhere a JSON file may be anything
 NAMED = ("SPECULANT_PROMPT_CACHE", "SPECULANT_LEARN")  # variables that name folders
+DIGESTS = {"prompt": " (digests of models)"}  # whose files have no model's name
+MOST_SHOWN = 10  # files that can't be read
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 app = command_group(help="List, prune, verify or forget what is kept on disk between runs.", epilog=EXAMPLES)
 
 Folder = Annotated[
-    Path | None,
+    str | None,
     typer.Argument(
         metavar="DIR",
         help="The folder of --learn or --prompt-cache [default: those of SPECULANT_LEARN and SPECULANT_PROMPT_CACHE].",
@@ -92,7 +96,7 @@ def list_files(folder: Folder = None, as_json: AsJson = False) -> None:
         return
     for row in rows:
         oldest, newest = (datetime.fromtimestamp(row[name]) for name in ("oldest_use", "newest_use"))
-        of = f", of {', '.join(row['models'])}" if row["models"] else ""
+        of = f", of {', '.join(row['models'])}{DIGESTS.get(row['kind'], '')}" if row["models"] else ""
         used = f"used from {oldest:%Y-%m-%d %H:%M} to {newest:%Y-%m-%d %H:%M}"
         results().print(f"{row['kind']} in {row['folder']}: {row['files']} files, {_mib(row['bytes'])}, {used}{of}")
     if not rows:
@@ -115,30 +119,24 @@ def prune(
     limit = None if size is None else read_bytes("--size", size)
     before = None if older_than is None else time.time() - _seconds(older_than)
     entries = [entry for place in _folders(folder) for entry in _entries(place)]
-    old = [entry for entry in entries if before is not None and entry.used < before]
-    deleted = delete(old)
+    chosen = [entry for entry in entries if before is not None and entry.used < before]
     if limit is not None:
-        deleted += delete_oldest([entry for entry in entries if entry not in deleted], limit)
-    _report(as_json, deleted, len(entries), "deleted")
+        chosen += oldest([entry for entry in entries if before is None or entry.used >= before], limit)
+    _delete(as_json, chosen, len(entries), "deleted")
 
 
 @app.command(epilog=EXAMPLES)
 @accepts_log_level
 def verify(folder: Folder = None, as_json: AsJson = False) -> None:
     """Read each file, and delete those that are damaged. Packed weights are checked when a model is loaded."""
-    checked, damaged = 0, list[KeptFile]()
-    problems: dict[str, str] = {}
-    for place in _folders(folder):
-        for entry in _entries(place):
-            check = KINDS[entry.kind].verify
-            checked += check is not None
-            if check is not None and (problem := check(entry.path)) and entry.path.exists():
-                problems[str(entry.path)] = problem
-                damaged += delete([entry])
+    entries = [entry for place in _folders(folder) for entry in _entries(place) if KINDS[entry.kind].verify]
+    unread = dict[str, str]()
+    found = {entry: problem for entry, problem in _read(entries, _fault_of, unread) if problem}
+    problems = {str(entry.path): problem for entry, problem in found.items()}
     if not as_json:
         for path, problem in problems.items():
             results().print(f"{path}: {problem}")
-    _report(as_json, damaged, checked, "damaged", problems=problems)
+    _delete(as_json, [*found], len(entries), "damaged", unread, problems=problems)
 
 
 @app.command(epilog=EXAMPLES)
@@ -154,17 +152,34 @@ def forget(
     Stop the servers that use the folder first: they write again what they have in memory.
     """
     entries = [entry for place in _folders(folder) for entry in _entries(place)]
-    if salt is None and api_key is None:
-        deleted = delete(entries)
-    else:
+    chosen, unread = entries, dict[str, str]()
+    if salt is not None or api_key is not None:
         named = [entry for entry in entries if KINDS[entry.kind].belongs is not None]
-        deleted = delete(entry for entry in named if _is_of(entry, salt, api_key))
+        chosen = [entry for entry, is_of in _read(named, partial(_is_of, salt, api_key), unread) if is_of]
         if len(named) < len(entries) and not as_json:
             results().print(f"{len(entries) - len(named)} files are of no key or salt alone, and stay")
-    _report(as_json, deleted, len(entries), "forgotten")
+    _delete(as_json, chosen, len(entries), "forgotten", unread)
 
 
-def _is_of(entry: KeptFile, salt: str | None, api_key: str | None) -> bool:
+def _read(
+    entries: Iterable[KeptFile], read: Callable[[KeptFile], Any], unread: dict[str, str]
+) -> Iterator[tuple[KeptFile, Any]]:
+    """Yield what is read of each file that still exists; the reasons why some can't be read are added to `unread`."""
+    for entry in entries:
+        try:
+            yield entry, read(entry)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            unread[str(entry.path)] = str(error)
+
+
+def _fault_of(entry: KeptFile) -> str:
+    verify = KINDS[entry.kind].verify
+    return "" if verify is None else verify(entry.path)
+
+
+def _is_of(salt: str | None, api_key: str | None, entry: KeptFile) -> bool:
     """Whether a file is of a key and of a salt, which may contain colons in a program."""
     belongs, owner = KINDS[entry.kind].belongs, None if api_key is None else owner_of(key_digest(api_key))
     pairs = [(owner, None if salt is None else salt_digest(f":{salt}"))]
@@ -173,18 +188,28 @@ def _is_of(entry: KeptFile, salt: str | None, api_key: str | None) -> bool:
     return belongs is not None and any(belongs(entry.path, *pair) for pair in pairs)
 
 
-def _folders(folder: Path | None) -> list[Path]:
-    """Return the folders that a command is for. Raises ConfigError if there are none."""
-    named = [Path(os.environ[name]) for name in NAMED if os.environ.get(name)] if folder is None else [folder]
-    if not named:
+def _folders(folder: str | None, cleans: bool = True) -> list[Path]:
+    """Return the folders that a command is for, without what dead processes left there if `cleans`.
+
+    Raises ConfigError if none is named, the named one is none, or one can't be read.
+    """
+    given = (
+        {"DIR": folder} if folder is not None else {name: os.environ[name] for name in NAMED if os.environ.get(name)}
+    )
+    if not given:
         raise ConfigError("no folder is named", "name that of --learn or --prompt-cache: speculant cache ... DIR.")
-    found = [place.expanduser() for place in named]
-    for place in found:
-        if not place.is_dir():
+    found = dict.fromkeys(read_folder(name, value) for name, value in given.items())
+    for place in [*found]:
+        if folder is None and not place.exists():  # nothing was kept yet
+            del found[place]
+        elif not place.is_dir():
             raise ConfigError(f"{place} is no folder", "name a folder that --learn or --prompt-cache had.")
-        for part in (place, *place.glob("??")):
-            remove_abandoned(part)
-    return list(dict.fromkeys(found))
+        for part in (place, *place.glob(HEX * 2)):
+            if part.is_dir() and not os.access(part, os.R_OK | os.X_OK):
+                raise ConfigError(f"{part} can't be read", "run the command as the user who owns it, or as root.")
+            if cleans:
+                remove_abandoned(part)
+    return [*found]
 
 
 def _entries(folder: Path) -> Iterator[KeptFile]:
@@ -194,10 +219,10 @@ def _entries(folder: Path) -> Iterator[KeptFile]:
             yield from kind.entries(folder)
 
 
-def _listed(folder: Path | None) -> Iterator[tuple[Path, list[KeptFile]]]:
+def _listed(folder: str | None) -> Iterator[tuple[Path, list[KeptFile]]]:
     """Yield the folders to list, each with its files of one kind."""
     if folder is not None or any(map(os.environ.get, NAMED)):
-        for place in _folders(folder):
+        for place in _folders(folder, cleans=False):
             for _, found in groupby(_entries(place), attrgetter("kind")):
                 yield place, [*found]
     for name in USERS if folder is None else ():
@@ -229,14 +254,27 @@ def _seconds(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def _report(as_json: bool, deleted: Iterable[KeptFile], seen: int, what: str, **more: Any) -> None:
-    """Print how many of the files that were seen were deleted."""
-    files = [*deleted]
-    size = sum(entry.size for entry in files)
+def _delete(
+    as_json: bool, chosen: Sequence[KeptFile], seen: int, what: str, unread: Mapping[str, str] = {}, **more: Any
+) -> None:
+    """Delete files, and print how many of those that were seen these are. Exits with 1 if not all could be treated.
+
+    unread: the reasons why files could not be read, by path.
+    """
+    deleted = delete(chosen)
+    size, stay = sum(entry.size for entry in deleted), len(chosen) - len(deleted)
     if as_json:
-        print_json({"files": seen, what: len(files), "bytes": size, **more})
+        failed = {"unread": dict(unread), "stay": stay} if unread or stay else {}
+        print_json({"files": seen, what: len(deleted), "bytes": size, **more, **failed})
     else:
-        results().print(f"{what}: {len(files)} of {seen} files, {_mib(size)}")
+        results().print(f"{what}: {len(deleted)} of {seen} files, {_mib(size)}")
+        for path, reason in [*unread.items()][:MOST_SHOWN]:
+            results().print(f"not read: {path}: {reason}")
+        for count, how in ((len(unread), "read"), (stay, "deleted")):
+            if count:
+                results().print(f"{count} files can't be {how}: run the command as the user who owns them, or as root")
+    if unread or stay:
+        raise typer.Exit(1)
 
 
 def _mib(size: int) -> str:

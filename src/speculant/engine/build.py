@@ -253,22 +253,26 @@ def _keep_prompts(
     config: EngineConfig, target: Checkpoint, cache: KVCache, limits: Limits, keeps_sources: bool
 ) -> None:
     """Let a target's cache keep its prompts on disk, if a folder is configured."""
-    if config.prompt_cache is None:
+    folder = config.prompt_cache_folder()
+    if folder is None:
+        if config.prompt_cache_size != EngineConfig.prompt_cache_size:
+            logger.warning("prompt_cache_size has no effect without prompt_cache, the folder")
         return
     from speculant.engine.prompt_cache import open_prompt_cache
 
     rows = () if target.backend.row_invariant else (limits.max_num_batched_tokens, torch.get_num_threads())
-    open_prompt_cache(config, target.model, target.folder, cache, keeps_sources, rows)
+    open_prompt_cache(config, folder, target.model, target.folder, cache, keeps_sources, rows)
 
 
 def _learning(config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer, drafters: Drafters) -> Learning | None:
     """Return what keeps the drafters' learning, begun with what the folder has; None = it is not kept."""
-    if config.learn is None:
+    folder = config.learn_folder()
+    if folder is None:
         return None
     from speculant.engine.learning import LearnedFiles, Learning, target_digest
 
     size = target.model.vocab_size
-    folder, digest = Path(config.learn).expanduser(), target_digest(target.folder, tokenizer, size)
+    digest = target_digest(target.folder, tokenizer, size)
     learning = Learning(LearnedFiles(folder, digest, str(config.model)), drafters, size)
     background.start(learning.start())
     return learning

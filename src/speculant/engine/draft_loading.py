@@ -78,13 +78,14 @@ class DraftLoader:
 
     def keep_prompts(self, model: CausalLM, cache: KVCache) -> None:
         """Let a loaded draft model's cache keep its prompts on disk, if the engine does."""
-        if self.config.prompt_cache is None:
+        folder = self.config.prompt_cache_folder()
+        if folder is None:
             return
         from speculant.engine.prompt_cache import open_prompt_cache
 
-        for each, folder in self.folders:
+        for each, place in self.folders:
             if each is model:
-                open_prompt_cache(self.config, model, folder, cache)
+                open_prompt_cache(self.config, folder, model, place, cache)
 
     def _load_fastest(
         self, folder: Path, source: str, head_tokens: tuple[int, ...], vocabulary: TargetVocabulary | None

@@ -10,8 +10,8 @@ A thread reads and writes the files, and the engine's thread does all else, in a
 needed, which a garbage collection that ends a request might wait for. The files of a salt are read when its first
 request comes; those of the empty salt are read before the first step. What has changed is written every PERIOD_S
 seconds while the engine works, and when it ends; what can't be written is tried again. Several processes may share a
-folder: files are replaced whole, and the last writer's stays. A file that is damaged, foreign or not of this form is
-deleted. No error of the disk stops the engine; each kind is logged once.
+folder: files are replaced whole, and the last writer's stays. A file that is damaged or not of this form is deleted.
+No error of the disk stops the engine; each kind is logged once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from typing import TYPE_CHECKING, Any
 
 from speculant.errors import DraftError, Guard
 from speculant.kept_files import (
+    HEX,
     KeptFile,
     UnusableFileError,
-    delete_oldest,
+    delete,
     digest_of,
     entries_of,
-    open_own,
+    oldest,
+    open_kept,
     owner_of,
     remove_abandoned,
     replacing,
@@ -85,21 +87,21 @@ class LearnedFiles:
     @staticmethod
     def entries(folder: Path) -> list[KeptFile]:
         """Return the files of a folder, the one that was used longest ago first."""
-        return entries_of(folder.glob("*" + SUFFIX), "learned")
+        return entries_of(folder.glob("-".join([HEX * 16] * 3) + SUFFIX), "learned")
 
     @staticmethod
     def verify(path: Path) -> str:
-        """Return what is wrong with a file; "" = nothing."""
+        """Return what is wrong with a file; "" = nothing. Raises OSError if it can't be read."""
         try:
-            _read(path)
-        except (OSError, UnusableFileError) as error:
+            _read(path, of_anyone=True)
+        except UnusableFileError as error:
             return str(error)
         return ""
 
     @staticmethod
     def model_of(path: Path) -> str:
         """Return the name of the model whose drafters wrote a file. Raises OSError, UnusableFileError."""
-        return str(_read(path)[0]["model"])
+        return str(_read(path, of_anyone=True)[0]["model"])
 
     @staticmethod
     def belongs(path: Path, owner: str | None, salt: str | None) -> bool:
@@ -126,9 +128,9 @@ class LearnedFiles:
             file.writelines((MAGIC, _checksum(rest), rest))
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[array[int]]]:
+def _read(path: Path, of_anyone: bool = False) -> tuple[dict[str, Any], list[array[int]]]:
     """Return the head and the parts of a file. Raises OSError, and UnusableFileError unless it is what was written."""
-    with open_own(path) as file:
+    with open_kept(path, of_anyone) as file:
         if os.fstat(file.fileno()).st_size > MOST_BYTES:
             raise UnusableFileError("it is too large")
         data = file.read()
@@ -311,4 +313,4 @@ class Learning:
                     self._taken.setdefault(path, (method, parts))
         if written:
             with suppress(OSError):
-                delete_oldest(self._files.entries(self._files.folder), LIMIT_BYTES)
+                delete(oldest(self._files.entries(self._files.folder), LIMIT_BYTES))

@@ -30,13 +30,14 @@ _PIECE = 2**22
 
 def open_prompt_cache(
     config: EngineConfig,
+    folder: Path,
     model: CausalLM,
     place: Path,
     cache: KVCache,
     keeps_sources: bool = True,
     facts: tuple[object, ...] = (),
 ) -> None:
-    """Let the cache of a model, loaded from `place`, keep its prompts in the configured folder.
+    """Let the cache of a model, loaded from `place`, keep its prompts in a folder.
 
     keeps_sources: False if a drafter reads the encoder's results. facts: that keys and values depend on too. Raises
     ConfigError for an engine without prefixes.
@@ -46,7 +47,7 @@ def open_prompt_cache(
             "prompt_cache keeps prefixes, and this engine shares none between requests",
             'leave enable_prefix_caching on, and kv_cache_backend="paged".',
         )
-    folder, started = Path(str(config.prompt_cache)).expanduser(), time.perf_counter()
+    started = time.perf_counter()
     files = BlockFiles(folder, _model_digest(model, place, cache, facts), config.prompt_cache_bytes())
     StoredPrefixes(cache, files, keeps_sources)
     logger.info(

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from speculant.cache import BlockFiles, prune
+from speculant.kept_files import TEMPORARY
 from tests.examples import examples
 
 MODEL = bytes(range(16))
@@ -80,8 +81,10 @@ def test_what_is_no_file_of_the_cache(kind: str, tmp_path: Path) -> None:
         "other": lambda: entry.path.write_bytes(b"x" * 4096),
     }
     make[kind]()
+    assert BlockFiles.verify(entry.path) != ""
     assert content_of(files, b"key") is None
-    assert BlockFiles.verify(entry.path) != "" or not entry.path.exists()
+    assert entry.path.exists() == (kind == "folder")
+    assert Path("/etc/passwd").exists()
 
 
 def test_the_least_recently_used_files_are_deleted(tmp_path: Path) -> None:
@@ -110,6 +113,23 @@ def test_all_files_stay_within_their_limit(tmp_path: Path) -> None:
     assert files.has((99).to_bytes(2, "big"), 0)
 
 
+def test_writers_of_one_folder_keep_its_limit(tmp_path: Path) -> None:
+    writers = [opened(tmp_path, limit=100_000) for _ in range(4)]
+    for number in range(100):
+        for place, files in enumerate(writers):
+            keep(files, bytes([number, place]), bytes(1000))
+            assert sum(entry.size for entry in BlockFiles.entries(tmp_path)) < 150_000
+    assert sum(entry.size for entry in BlockFiles.entries(tmp_path)) > 50_000
+
+
+def test_what_is_larger_than_the_limit_is_not_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = opened(tmp_path, limit=100)
+    for number in range(3):
+        keep(files, bytes([number]), bytes(101))
+    assert not BlockFiles.entries(tmp_path)
+    assert caplog.text.count("a part of 101 bytes is above 100") == 1
+
+
 def test_a_full_disk_costs_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -129,7 +149,7 @@ def test_a_full_disk_costs_a_line(
     assert len(caplog.records) == 1
     assert "No space left" in caplog.text
     assert before * 0.4 < len(BlockFiles.entries(tmp_path)) < before, "nothing makes room, or all is deleted"
-    assert not [*tmp_path.glob("*/*.part")]
+    assert not [*tmp_path.glob("*/*" + TEMPORARY)]
     keep(files, b"later")
     assert content_of(files, b"later") == b"content"
 
@@ -198,7 +218,7 @@ def test_writers_that_are_killed(tmp_path: Path) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     opened(tmp_path)
-    assert not [*tmp_path.glob("*/*.part")]
+    assert not [*tmp_path.glob("*/*" + TEMPORARY)]
     wrong = {BlockFiles.verify(entry.path) for entry in BlockFiles.entries(tmp_path)}
     assert wrong <= {""}, wrong
 

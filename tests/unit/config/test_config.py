@@ -160,8 +160,21 @@ def test_without_a_size_the_engine_chooses(value: str | None) -> None:
     assert EngineConfig(model="m", kv_memory=value).kv_memory_bytes() is None
 
 
+@pytest.mark.parametrize("name", ["prompt_cache", "learn"])
+def test_what_can_be_no_folder_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for given, says in (
+        (tmp_path / "file", "is no folder"),
+        (tmp_path / "file" / "in", "is no folder"),
+        ("~nobody-1/x", "no user"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            EngineConfig("demo", **{name: given})
+    EngineConfig("demo", **{name: tmp_path / "new" / "folder"})
+
+
 def test_an_invalid_size_is_refused_with_examples() -> None:
-    with pytest.raises(ConfigError, match="kv_memory='2 gigs' is not a size in memory") as caught:
+    with pytest.raises(ConfigError, match="kv_memory='2 gigs' is not a size") as caught:
         EngineConfig(model="m", kv_memory="2 gigs")
     assert "512MiB" in caught.value.fix
 

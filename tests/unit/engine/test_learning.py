@@ -40,7 +40,7 @@ from speculant.engine import (
     target_digest,
 )
 from speculant.errors import DraftError
-from speculant.kept_files import UnusableFileError, owner_of, salt_digest
+from speculant.kept_files import TEMPORARY, UnusableFileError, owner_of, salt_digest
 from speculant.lab.exactness import FULL_SUPPORT, Pair, TableModel
 from speculant.serving import API_KEY, USER, key_digest, salt_of
 from speculant.types import CommittedRows, Ending
@@ -404,7 +404,7 @@ def test_a_disk_that_fails_costs_a_line(
         lived.rig.engine.close()
     said = [each for each in caplog.records if each.levelno >= logging.WARNING]
     assert len(said) == (0 if fault == "gone" else 1), caplog.text
-    assert not [*tmp_path.rglob("*.part")]
+    assert not [*tmp_path.rglob("*" + TEMPORARY)]
     assert folder.is_dir() == (fault in ("full", "gone"))
     assert bool([*tmp_path.glob("learned/*")]) == (fault == "gone")
 
@@ -428,7 +428,7 @@ def test_a_killed_writer_leaves_its_last_file(tmp_path: Path, monkeypatch: pytes
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 9
     assert path.read_bytes() == content
-    assert len([*tmp_path.glob("*.part")]) == 1
+    assert len([*tmp_path.glob("*" + TEMPORARY)]) == 1
     with Lived(tmp_path, "suffix") as lived:
         assert lived.run() == (tokens, warm)
     assert [*tmp_path.iterdir()] == [path]

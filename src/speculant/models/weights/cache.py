@@ -37,11 +37,13 @@ from torch import Tensor
 from speculant import __version__
 from speculant.files import cache_folder, lost_with
 from speculant.kept_files import (
+    HEX,
     KeptFile,
     UnusableFileError,
-    delete_oldest,
+    delete,
     entries_of,
-    open_own,
+    oldest,
+    open_kept,
     remove_abandoned,
     replacing,
 )
@@ -72,10 +74,10 @@ def write_weights(file: BinaryIO, facts: Sequence[str], weights: Mapping[str, We
 def map_weights(path: Path, facts: Sequence[str], kernels: Kernels) -> dict[str, Weight]:
     """Return the weights of a file by name, mapped for reading.
 
-    Raises UnusableFileError if it has changed since it was written, has another origin or belongs to another user, and
-    OSError if it can't be read.
+    Raises UnusableFileError if it has changed since it was written or has another origin, and OSError if it can't be
+    read or belongs to another user.
     """
-    with open_own(path) as file:
+    with open_kept(path) as file:
         if os.fstat(file.fileno()).st_size < END.size:
             raise UnusableFileError("it is too short")
         memory = _as_tensor(mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ))
@@ -191,7 +193,7 @@ class WeightCache:
             with replacing(self.path(facts)) as file:
                 write_weights(file, facts, weights, replace(self.kernels, threads=1))
             others = [each for each in cache_files(self.folder) if each.path != self.path(facts)]
-            delete_oldest(others, LIMIT_BYTES - self.path(facts).stat().st_size)
+            delete(oldest(others, LIMIT_BYTES - self.path(facts).stat().st_size))
         except OSError as error:
             say_once(f"weights can't be kept in {self.folder}, and each start packs them: {error}")
 
@@ -247,7 +249,7 @@ class WeightStore:
 
 def cache_files(folder: Path) -> list[KeptFile]:
     """Return the files of a cache, the one that was used longest ago first."""
-    return entries_of(folder.glob("*" + SUFFIX), "weights")
+    return entries_of(folder.glob(HEX * 32 + SUFFIX), "weights")
 
 
 @functools.cache
