@@ -109,7 +109,7 @@ def test_texts_do_not_depend_on_the_clients(drafter: str, beams: bool, monkeypat
     alone, _ = written(1, [ANYONE])
     mixed, preemptions = written(2, [Client("one"), Client("two", 2.0), Client("three")])
     assert mixed == alone
-    assert preemptions > 2
+    assert preemptions  # a drafter that is always right writes a text in three passes, so few clients meet
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
