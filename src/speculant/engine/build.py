@@ -233,10 +233,10 @@ def _measure(measurement: Measurement, seconds: float, steps: FairSteps | None) 
 
 
 def expected_bytes(config: EngineConfig) -> int:
-    """Return about how many bytes an engine will take without drafts, from the headers of its files: the weights, the
-    configured keys and values, and scratch memory.
+    """Return about how many bytes an engine without drafts will take, from the headers of its files.
 
-    The weights of a model that transformers computes take as many as in its files. Raises ModelError or ConfigError.
+    They are of its weights, the configured keys and values, and scratch memory. The weights of a model that
+    transformers computes take as many as in its files. Raises ModelError or ConfigError.
     """
     place, keys = resolve_source(config.model, "target", config.revision, config.download_dir), config.kv_memory_bytes()
     if config.model_backend != AUTO:
