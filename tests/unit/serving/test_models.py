@@ -261,7 +261,7 @@ async def test_a_request_that_ends_with_the_load_holds_nothing() -> None:
 
 
 @in_loop
-async def test_an_engine_that_is_larger_than_expected_leaves_while_others_are_busy() -> None:
+async def test_a_larger_engine_than_expected_is_not_kept_waiting() -> None:
     house = House(15, expected=1)
     async with house.held("a"):
         waiting = asyncio.create_task(house.serve("b"))
