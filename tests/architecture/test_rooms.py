@@ -14,7 +14,7 @@ INNER_IMPORTS = 138  # of names that two files of a room have, of names that are
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (2325, 8),
-    "cli": (3725, 13),
+    "cli": (3724, 13),
     "drafting": (7780, 44),
     "engine": (6405, 23),
     "kernels": (1790, 8),
@@ -31,7 +31,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "sampling": (419, 3),
     "scale": (2056, 10),
     "scheduling": (1350, 5),
-    "serving": (10843, 46),
+    "serving": (10897, 46),
     "structured": (1889, 10),
     "text": (2857, 12),
     "verification": (610, 10),

@@ -281,6 +281,7 @@ BAD: list[Any] = [
     pytest.param({"request_id": ["x"]}, RequestError, marks=pytest.mark.slow),
     ({"priority": "high"}, RequestError),
     ({"cache_salt": ["x"]}, RequestError),
+    ({"cache_salt": "s\0long"}, RequestError),
     ({"client": "somebody"}, RequestError),
 ]
 

@@ -123,6 +123,7 @@ def test_parameters_default_to_the_checkpoint_s(llm_of: MakeLLM) -> None:
         {"prompt_token_ids": "x"},
         {"prompt_token_ids": [7.0]},
         {"prompt": "x", "cache_salt": 7},
+        {"prompt": "x", "cache_salt": "s\0long"},
         {"prompt": "x", "multi_modal_data": {"image": 1}},
         {"prompt_embeds": torch.zeros(2, 2)},
         {"encoder_prompt": "x", "decoder_prompt": "y"},

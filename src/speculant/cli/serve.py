@@ -261,7 +261,7 @@ def run(
         from speculant.scale import LocalReplicas, make_front
 
         app = make_front(LocalReplicas(values, options, replicas, describe), options)
-    _serve(app, options, f"loading {name}", [config], lambda: messages().print(*described))
+    _serve(app, options, f"loading {name}", lambda: fetch(config), lambda: messages().print(*described))
     if app.state.server.load_error is not None:
         raise app.state.server.load_error
 
@@ -281,10 +281,10 @@ def _serve(
     app: FastAPI,
     options: ServerOptions,
     doing: str,
-    configs: Sequence[EngineConfig],
+    prepare: Callable[[], object],
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until a signal, once the models are there. doing: follows the address in the message."""
+    """Serve until a signal. doing: follows the address in the message. prepare: is called once the address is free."""
     from speculant.serving import Server
 
     if options.access_log != "none":
@@ -297,8 +297,7 @@ def _serve(
         end_at_once,
         on_ready,
     )
-    for config in configs:
-        fetch(config)
+    prepare()
     server.run()
 
 
@@ -341,8 +340,9 @@ def run_several(
     named = [name for name in _OF_ONE_MODEL if name in values]
     flag = f"--{named[0].replace('_', '-')}" if named else "--served-model-name" if options.served_model_names else ""
     if flag:
+        variable = f"SPECULANT_{named[0].upper()}" if named else ""
         raise ConfigError(
-            f"{flag} is about one model, and {len(models)} are served",
+            f"{variable if variable in os.environ else flag} is about one model, and {len(models)} are served",
             "leave it out: a name is written NAME=MODEL, and drafts near a model are found.",
         )
     if replicas is not None:
@@ -352,8 +352,11 @@ def run_several(
         if taken := [name for name in own if any(name in other for other in names[:place])]:
             raise ConfigError(f"two models are called {taken[0]!r}", "name one of them: NAME=MODEL.")
     make_app, arguments = _application_maker(), read_arguments(values)
-    if arguments.get("kv_memory") in (None, "auto"):
-        arguments["kv_memory"] = max(1, options.memory_bytes() // (2 * len(models)))
+    from speculant.serving import check_sizes
+
+    share = 1 / (2 * len(models)) if arguments.get("kv_memory") in (None, "auto") else 0.0
+    if share:
+        arguments["kv_memory"] = max(1, int(share * options.memory_bytes()))
     configs = [EngineConfig.from_arguments(**configured({**arguments, "model": model})) for _, model in models]
     for config in configs:
         spec = config.speculative()
@@ -361,7 +364,13 @@ def run_several(
             raise ConfigError("a draft is for one model, and several are served", "leave it out: drafts are found.")
     sources = _sources(names, configs, arguments)
     shown = ", ".join(own[0] for own in names)
-    _serve(make_app(sources, options), options, f"{shown} are loaded when a request names them", configs)
+
+    def prepare() -> None:
+        for config in configs:
+            fetch(config)
+        check_sizes(sources, options.memory_bytes(), share)
+
+    _serve(make_app(sources, options), options, f"{shown} are loaded when a request names them", prepare)
 
 
 def _sources(
@@ -377,11 +386,8 @@ def _sources(
         values = {**arguments, "model": model, "steps": steps}
         return _load(values, lambda *facts: messages().print(_ready(name, *facts)))
 
-    def expected(config: EngineConfig) -> int:
-        return expected_bytes(config) + (config.kv_memory_bytes() or 0)
-
     return [
-        ModelSource(own, partial(load, own[0], config.model), partial(expected, config))
+        ModelSource(own, partial(load, own[0], config.model), partial(expected_bytes, config))
         for own, config in zip(names, configs, strict=True)
     ]
 

@@ -59,10 +59,13 @@ from speculant.lengths import (
     completed,
 )
 from speculant.models import (
+    PLAIN,
     Checkpoint,
     CheckpointFiles,
+    TimesWeights,
     background,
     check_loading,
+    choose_backend,
     find_backends,
     load_model,
     read_model_config,
@@ -230,14 +233,19 @@ def _measure(measurement: Measurement, seconds: float, steps: FairSteps | None) 
 
 
 def expected_bytes(config: EngineConfig) -> int:
-    """Return about how many bytes a target's weights will take, from the headers of its files.
+    """Return about how many bytes an engine without drafts will take, from the headers of its files.
 
-    Those of a model that transformers computes take as many as in its files. Raises ModelError.
+    They are of its weights, the configured keys and values, and scratch memory. The weights of a model that
+    transformers computes take as many as in its files. Raises ModelError or ConfigError.
     """
-    place = resolve_source(config.model, "target", config.revision, config.download_dir)
+    place, keys = resolve_source(config.model, "target", config.revision, config.download_dir), config.kv_memory_bytes()
     if config.model_backend != AUTO:
-        return sum(file.stat().st_size for file in place.glob("*.safetensors"))
+        return (keys or 0) + sum(file.stat().st_size for file in place.glob("*.safetensors"))
     files = CheckpointFiles.open(place)
+    return (keys or 0) + _expected_weights(config, files) + _expected_scratch(config, files)
+
+
+def _expected_weights(config: EngineConfig, files: CheckpointFiles) -> int:
     size, bits = files.dtype(config.dtype).itemsize, _BITS.get(config.quantization or "")
     quantised = bool(files.tensors.quantised_kinds())
     found = 0
@@ -247,6 +255,15 @@ def expected_bytes(config: EngineConfig) -> int:
         else:
             found += stored_bytes(files.weights.kind(name), shape) if quantised else math.prod(shape) * size
     return found
+
+
+def _expected_scratch(config: EngineConfig, files: CheckpointFiles) -> int:
+    of, dtype, device = files.decoder, files.dtype(config.dtype), torch.device(config.device)
+    backend, _ = choose_backend(config.kernels, config.quantization, of, dtype, device, PLAIN)  # others are timed first
+    limits = resolve(config, of.max_positions, of.encoder is not None)
+    if not isinstance(backend, TimesWeights):
+        return 0
+    return backend.scratch_bytes(of, limits.max_num_batched_tokens, limits.max_model_len)
 
 
 def _keep_prompts(

@@ -218,6 +218,8 @@ class RequestFactory:
             raise RequestError(
                 f"priority={given[0]!r}, cache_salt={given[1]!r}", "give priority as int and cache_salt as str."
             )
+        if "\0" in sender.cache_salt:  # salts of the engine's own have one (ModelNeeds.salt, Request.full_salt)
+            raise RequestError("cache_salt has a character of code 0", "leave it out.")
         check_client(sender.client)
         if params.beam_width is not None and not self._rules.takes_trees:
             raise RequestError(

@@ -55,6 +55,7 @@ from .models import (
     LoadedModels as LoadedModels,
     ModelSource as ModelSource,
     ServedModel as ServedModel,
+    check_sizes as check_sizes,
 )
 from .openai.ahead import answers as answers, certain as certain
 from .openai.answers import (

@@ -13,27 +13,29 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from operator import itemgetter
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from speculant.engine import AsyncEngine
-from speculant.errors import CapacityError, SpeculantError
+from speculant.errors import CapacityError, ConfigError, SpeculantError
 from speculant.metrics import EngineMetrics
 from speculant.scheduling import places_of
 from speculant.serving.metrics import ServerMetrics
 from speculant.serving.process import return_memory
-from speculant.serving.wire import ApiError, overloaded, refusal
+from speculant.serving.wire import ApiError, overloaded, refusal, sentence
 from speculant.types import ANYONE, Client
 
 logger = logging.getLogger(__name__)
 
 Source = AsyncEngine | Callable[[], AsyncEngine]
 HOLDS = "speculant.holds"  # in a scope: what is undone when the response has ended
-_MIB = 2**20
+_UNITS = {2**20: "MiB", 2**10: "KiB", 1: "B"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,38 @@ class ModelSource:
     names: Sequence[str]
     load: Callable[[], AsyncEngine]
     expected_bytes: Callable[[], int]
+
+
+def check_sizes(sources: Sequence[ModelSource], memory: int, share: float) -> None:
+    """Raise ConfigError for the largest model if it alone takes more than all may.
+
+    One whose size can't be read is left out: a request for it gets the reason. share: the part of the memory that each
+    model has for keys and values; 0 = they do not depend on the memory.
+    """
+    sizes = dict[str, int]()
+    for each in sources:
+        with suppress(SpeculantError):
+            sizes[each.names[0]] = each.expected_bytes()
+    name, needed = max(sizes.items(), key=itemgetter(1), default=("", 0))
+    if needed > memory:
+        least = math.ceil((needed - share * memory) / (1 - share))
+        problem, fix = _too_large(needed, memory, f" to {_shown(least, math.ceil)}")
+        raise ConfigError(f"{name}: {problem}", fix)
+
+
+def _too_large(needed: int, memory: int, least: str = "") -> tuple[str, str]:
+    """Return the problem and the fix of a model that takes more than all may."""
+    taken, most = _shown(needed, math.ceil), _shown(memory, math.floor)
+    return (
+        f"it takes {taken}, and all models may take {most}",
+        f"raise --memory{least}, or lower --kv-memory or --max-num-batched-tokens.",
+    )
+
+
+def _shown(size: int, rounded: Callable[[float], int]) -> str:
+    """Return a size in the largest unit that it has one of."""
+    unit = next((each for each in _UNITS if size >= each), 1)
+    return f"{rounded(size / unit)} {_UNITS[unit]}"
 
 
 class Admission:
@@ -227,13 +261,14 @@ class LoadedModels:
                 model.error = error
                 known = isinstance(error, SpeculantError)
                 logger.error("%s can't be loaded: %s", model.names[0], error, exc_info=not known)
-                reason = str(error) if known else "the server's log has the reason."
-                text = f"The model {model.names[0]!r} could not be loaded: {reason}"
+                # Other errors may name files of the server.
+                reason = sentence(error) if isinstance(error, CapacityError) else "The server's log has the reason."
+                text = f"The model {model.names[0]!r} could not be loaded. {reason}"
                 self._refuse(model, ApiError(503, text, param="model", code="load_failed"))
             finally:
                 model.loading = None
             self._admit(model)
-            if model.waiting:  # they came while an engine that nobody waited for was ended
+            if model.waiting:  # its engine has died at once
                 model.loading = asyncio.create_task(self._load(model))
 
     async def _load_alone(self, model: ServedModel) -> None:
@@ -242,47 +277,50 @@ class LoadedModels:
         needed = model.bytes
         if needed is None:
             needed = await asyncio.to_thread(model.expected_bytes)
-        if not await self._make_room(model, needed):
-            return
         assert model.source is not None, "one of several models has a source"
-        engine, fits = await asyncio.to_thread(model.source), False
-        model.bytes = engine.memory_bytes
-        try:
-            fits = await self._make_room(model, engine.memory_bytes)
-        finally:
+        while model.waiting and await self._make_room(model, needed):
+            engine, fits = await asyncio.to_thread(model.source), False
+            needed = model.bytes = engine.memory_bytes
+            try:
+                fits = await self._put_idle_away(model, needed) is None
+            finally:
+                if fits:
+                    model.take(engine)
+                else:  # it is larger than expected, and does not stay beside a busy model until that one is free
+                    await engine.shutdown(drain=False)
+                    del engine
+                    await asyncio.to_thread(return_memory)
             if fits:
-                model.take(engine)
-            else:
-                await engine.shutdown(drain=False)
-                del engine
-                await asyncio.to_thread(return_memory)
+                return
 
     async def _make_room(self, model: ServedModel, needed: int) -> bool:
-        """Put models away until a model fits; return False if nobody waits for it any more.
+        """Put models away until a model fits; return False if nobody waits for it any more. Raises CapacityError."""
+        try:
+            while (busy := await self._put_idle_away(model, needed)) is not None:
+                if not model.waiting:
+                    return False
+                self._close(busy)
+                self._changed.clear()
+                await self._changed.wait()
+            return True
+        finally:
+            self._close(None)
+
+    async def _put_idle_away(self, model: ServedModel, needed: int) -> ServedModel | None:
+        """Put models that nobody holds away until a model fits. Return the held one that must go next; None = it fits.
 
         Raises CapacityError if it would not fit alone.
         """
         if needed > self._memory:
-            raise CapacityError(
-                f"it takes {needed / _MIB:.0f} MiB, and all models may take {self._memory / _MIB:.0f} MiB",
-                "raise --memory, or lower --kv-memory or --max-num-batched-tokens.",
-            )
-        try:
-            while True:
-                others = [each for each in self._models if each.loaded is not None and each is not model]
-                if sum(each.bytes or 0 for each in others) + needed <= self._memory:
-                    return True
-                victim = min(others, key=lambda each: (each.users > 0, each.last_use))
-                self._close(victim)
-                if not victim.users:
-                    await self._put_away(victim)
-                elif not model.waiting:
-                    return False
-                else:
-                    self._changed.clear()
-                    await self._changed.wait()
-        finally:
-            self._close(None)
+            raise CapacityError(*_too_large(needed, self._memory))
+        while True:
+            others = [each for each in self._models if each.loaded is not None and each is not model]
+            if sum(each.bytes or 0 for each in others) + needed <= self._memory:
+                return None
+            victim = min(others, key=lambda each: (each.users > 0, each.last_use))
+            if victim.users:
+                return victim
+            await self._put_away(victim)
 
     def _close(self, model: ServedModel | None) -> None:
         """Let a model, and no other one, take no more requests; None = all take them."""

@@ -122,11 +122,11 @@ def api_error(error: Exception, sent_as: Sent = _nothing) -> ApiError:
     if isinstance(error, EngineClosedError):
         return unavailable("The server is shutting down.", "shutting_down")
     if isinstance(error, CapacityError):
-        return overloaded(_sentence(error, sent_as))
+        return overloaded(sentence(error, sent_as))
     if isinstance(error, SpeculantError):
         status = 400 if isinstance(error, _OF_REQUESTS) else 500
         code = CONTEXT_FULL if isinstance(error, ContextFullError) else None
-        return _as_sent(ApiError(status, _sentence(error, sent_as), code=code), sent_as)
+        return _as_sent(ApiError(status, sentence(error, sent_as), code=code), sent_as)
     return ApiError(500, "The server failed to process this request.", code="internal_error")
 
 
@@ -157,7 +157,8 @@ def _shortened(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
 
 
-def _sentence(error: SpeculantError, sent_as: Sent) -> str:
+def sentence(error: SpeculantError, sent_as: Sent = _nothing) -> str:
+    """Return an error's problem and fix for a client."""
     problem = error.problem if len(error.problem) <= MAX_MESSAGE // 2 else error.problem[: MAX_MESSAGE // 2] + "..."
     first = _WORD.match(problem)
     if not _NAME.match(problem) and not (first and sent_as(first[0])):

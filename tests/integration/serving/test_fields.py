@@ -288,3 +288,13 @@ def test_a_salt_and_a_priority_are_read(demo: LiveServer) -> None:
     assert cached(cache_salt="two") == 0
     reply = demo.http.post("/v1/completions", json={**BASES["/v1/completions"], "priority": "x"})
     assert reply.json()["error"]["param"] == "priority"
+
+
+SALTED = {path: base for path, base in BASES.items() if "cache_salt" in BODIES[path].model_fields}
+
+
+@pytest.mark.parametrize("path", SALTED)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_salt_that_could_be_the_engine_s_own_is_refused(demo: LiveServer, path: str, stream: bool) -> None:
+    reply = demo.http.post(path, json={**SALTED[path], "cache_salt": "s\0long", "stream": stream})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "cache_salt"), reply.text

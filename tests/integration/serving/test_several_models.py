@@ -198,7 +198,9 @@ def test_the_first_requests_for_a_model_share_its_load(
     assert loaded.loads == ["b", "a"], "without a model the first one answers"
 
 
-def test_errors_name_the_models_and_the_reason(serve: Any, folders: dict[str, str], size: int) -> None:
+def test_errors_name_the_models_and_the_log_has_the_reason(
+    serve: Any, folders: dict[str, str], size: int, caplog: pytest.LogCaptureFixture
+) -> None:
     loaded, broken = Loaded(folders, size), [True]
 
     def before(name: str) -> None:
@@ -213,7 +215,8 @@ def test_errors_name_the_models_and_the_reason(serve: Any, folders: dict[str, st
     assert "'a', 'b' do" in unknown.json()["error"]["message"]
     failed = server.http.post("/v1/completions", json={"model": "b", "prompt": "x"})
     assert (failed.status_code, failed.json()["error"]["code"]) == (503, "load_failed")
-    assert "the folder is gone" in failed.json()["error"]["message"]
+    assert failed.json()["error"]["message"] == "The model 'b' could not be loaded. The server's log has the reason."
+    assert "b can't be loaded: the folder is gone" in caplog.text
     assert states(server) == {"a": "unloaded", "b": "failed"}
     assert server.post("/v1/completions", model="b", prompt="x", **GREEDY)["model"] == "b"
     assert server.http.get("/v1/models/c").status_code == 404
@@ -225,7 +228,7 @@ def test_a_model_that_does_not_fit_alone_is_refused(serve: Any, folders: dict[st
     server = serve(Loaded(folders).sources(), memory=size // 2).ready()
     for _ in range(2):
         response = server.http.post("/v1/completions", json={"model": "a", "prompt": "x"})
-        assert (response.status_code, "raise --memory" in response.json()["error"]["message"]) == (503, True)
+        assert (response.status_code, ". Fix: raise --memory" in response.json()["error"]["message"]) == (503, True)
 
 
 def test_a_request_waits_for_a_busy_model_within_its_deadline(
@@ -369,6 +372,8 @@ WRONG = [
     (["demo", "b=demo", "--replicas", "2"], "replicas are of one"),
     (["demo", "b=demo", "--memory", "much"], "memory='much' is not a size"),
     (["demo", "b=./nowhere"], "./nowhere"),
+    (["demo", "b=demo", "--memory", "1"], "demo: it takes"),
+    (["demo", "b=demo", "--memory", "9MiB", "--kv-memory", "10MiB"], "MiB, and all models may take 9 MiB"),
     (["demo", "--memory", "1GiB"], "memory is for several models"),
     (["a=demo", "--served-model-name", "b"], "--served-model-name"),
 ]
@@ -378,6 +383,12 @@ WRONG = [
 def test_wrong_arguments_are_refused_before_anything_is_loaded(arguments: list[str], problem: str) -> None:
     assert problem in str(error_of("serve", *arguments, "--port", "0"))
     assert isinstance(error_of("serve", *arguments, "--port", "0"), ConfigError | ModelError)
+
+
+@pytest.mark.parametrize("name", ["TOKENIZER", "REVISION"])
+def test_a_variable_about_one_model_is_named(name: str) -> None:
+    error = error_of("serve", "demo", "b=demo", "--port", "0", **{f"SPECULANT_{name}": "x"})
+    assert error.problem.startswith(f"SPECULANT_{name} is about one model")
 
 
 @pytest.mark.parametrize("model", [None, "", "third"])

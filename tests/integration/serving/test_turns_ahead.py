@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -237,6 +237,114 @@ def test_a_prompt_that_was_sent_ahead_is_found(serve: Any, folders: dict[str, st
     assert usage["prompt_tokens"] == size
     assert usage["prompt_tokens_details"]["cached_tokens"] == min(size - 1, size // 16 * 16)
     assert totals(server) == (size // 16 * 16,) * 2
+
+
+EVERYTHING = """{% for each in tools or [] %}{{ each | tojson }}{% endfor %}{{ reasoning_effort }}{{ enable_thinking }}
+{%- for each in documents or [] %}{{ each.text }}{% endfor %}
+{%- for each in messages %}[{{ each.role }}]{{ each.content }}{% if not loop.last %}[end]{% endif %}{% endfor %}
+{%- if add_generation_prompt %}[end][assistant]{% endif %}"""
+MARKS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+OTHER_TOOL = {"type": "function", "function": {"name": "sew", "parameters": {"type": "object", "properties": {}}}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOLS[0]]}}
+ASKED: list[Any] = [{"role": "user", "content": "Tell me about sails. " * 4}]
+LONG: list[Any] = [{"role": "user", "content": "Tell me about ships, sails and rudders. " * 40}]
+CHATS: dict[str, dict[str, Any]] = {
+    "tools": {"tools": TOOLS},
+    "no tools": {"tools": TOOLS, "tool_choice": "none"},
+    "allowed tools": {"tools": [OTHER_TOOL, *TOOLS], "tool_choice": ALLOWED},
+    "required tool": {"tools": TOOLS, "tool_choice": "required"},
+    "no header": {"add_generation_prompt": False},
+    "continued": {
+        "messages": [*ASKED, {"role": "assistant", "content": "They"}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    },
+    "variables": {"chat_template_kwargs": {"enable_thinking": True}},
+    "effort": {"reasoning_effort": "high"},
+    "documents": {"documents": [{"title": "A", "text": "A text on sails."}]},
+    "special tokens": {"add_special_tokens": True},
+    "cut": {"truncate_prompt_tokens": 40, "truncation_side": "left"},
+    "cut for the answer": {"messages": LONG, "truncate_prompt_tokens": -1, "max_tokens": 100},
+    "cut for another answer": {"messages": LONG, "truncate_prompt_tokens": -1, "max_completion_tokens": 90},
+    "cut for any answer": {"messages": LONG, "truncate_prompt_tokens": -1, "max_tokens": None},
+}
+TEXT, TEXTS = ASKED[0]["content"], LONG[0]["content"]
+COMPLETIONS: dict[str, dict[str, Any]] = {
+    "ids": {"prompt": [*range(3, 90)]},
+    "an object": {"prompt": {"prompt": TEXT}},
+    "suffix": {"prompt": TEXT, "suffix": "And more."},
+    "no special tokens": {"prompt": TEXT, "add_special_tokens": False},
+    "cut": {"prompt": TEXT, "truncate_prompt_tokens": 40, "truncation_side": "right"},
+    "cut for the answer": {"prompt": TEXTS, "truncate_prompt_tokens": -1, "max_tokens": 100},
+    "cut for the usual answer": {"prompt": TEXTS, "truncate_prompt_tokens": -1, "max_tokens": None},
+}
+PREPARED = [
+    *(("/v1/chat/completions", {"messages": ASKED, **fields}) for fields in CHATS.values()),
+    *(("/v1/completions", fields) for fields in COMPLETIONS.values()),
+]
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    *(
+        ("/v1/chat/completions", {"messages": ASKED, **fields})
+        for fields in (
+            {"tools": [{"x": 1}]},
+            {"tools": TOOLS * 200},
+            {"tool_choice": "required"},
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}},
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "knit"}}},
+            {"truncate_prompt_tokens": 9, "truncation_side": "right"},
+            {"truncate_prompt_tokens": 0},
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"chat_template": "{{ 1 }}"},
+            {"suffix": "x"},
+            {"cache_salt": "a\0"},
+        )
+    ),
+    *(
+        ("/v1/completions", fields)
+        for fields in (
+            {"prompt": [5, 6], "suffix": "x"},
+            {"prompt": "a", "suffix": "x", "truncate_prompt_tokens": 3},
+            {"prompt": "a", "truncate_prompt_tokens": 0},
+            {"prompt": {"prompt": "a", "cache_salt": "b"}},
+            {"prompt": ["a"] * 2000},
+            {"prompt": "a", "tools": TOOLS},
+            {"prompt": "a", "cache_salt": "a\0"},
+        )
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def all_fields(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server whose prompts depend on all fields that can change one."""
+    folder = tmp_path_factory.mktemp("fields") / "model"
+    path = write_tagged(folder, EVERYTHING, MARKS, Shape(max_positions=256), special=True)
+    server = LiveServer(lambda: engine_of(path), turns_ahead=False, tool_parser="hermes").ready()
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize(("route", "body"), PREPARED, ids=[*CHATS, *COMPLETIONS])
+def test_the_prompt_that_is_prepared_is_that_of_the_request(
+    all_fields: LiveServer, route: str, body: dict[str, Any]
+) -> None:
+    sent = {"temperature": 0, "max_tokens": 4, "cache_salt": str(body), **body}
+    status, first = prefill(all_fields, **sent, wait=True)
+    assert status == 200, first
+    size = first["prompt_tokens"]
+    assert first["cached_tokens"] == size // 16 * 16
+    usage = all_fields.post(route, **sent)["usage"]
+    assert (usage["prompt_tokens"], size >= 32) == (size, True)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == min(size - 1, size // 16 * 16)
+
+
+@pytest.mark.parametrize(("route", "body"), REFUSED, ids=lambda value: str(value)[-60:])
+def test_a_prompt_that_its_route_refuses_is_not_prepared(
+    all_fields: LiveServer, route: str, body: dict[str, Any]
+) -> None:
+    reply = all_fields.http.post(route, json=body)
+    assert reply.status_code == 400
+    assert prefill(all_fields, **body) == (400, reply.json())
 
 
 def test_keys_and_salts_are_apart(serve: Any, folders: dict[str, str]) -> None:

@@ -14,7 +14,15 @@ from hypothesis import assume, given, strategies as st
 
 from speculant.cache import CacheShape, KVCache, ReservationPlan
 from speculant.config import EngineConfig, Limits
-from speculant.engine import FALLBACK, CacheMemory, Need, build_engine, free_memory, memory as memory_module
+from speculant.engine import (
+    FALLBACK,
+    CacheMemory,
+    Need,
+    build_engine,
+    expected_bytes,
+    free_memory,
+    memory as memory_module,
+)
 from speculant.errors import CapacityError
 from speculant.kernels import usable_sets
 from tests.models import Checkpoints
@@ -127,6 +135,22 @@ def test_an_engine_counts_its_target_s_scratch_memory(
         (line,) = (record.getMessage() for record in caplog.records if "scratch memory" in record.getMessage())
         counted.append(float(line.split()[-2]))
     assert counted == ([0, 0] if kernels == "reference" else sorted(set(counted)))
+
+
+EXPECTED: list[dict[str, Any]] = [
+    {},
+    {"kernels": "reference"},
+    {"dtype": "bfloat16", "max_model_len": 40},
+    {"quantization": "int8", "max_num_batched_tokens": 2048},
+]
+
+
+@pytest.mark.parametrize("more", EXPECTED, ids=str)
+def test_the_size_of_an_engine_is_known_before_it_is_loaded(more: dict[str, Any], checkpoints: Checkpoints) -> None:
+    if more.get("kernels") != "reference" and not usable_sets():
+        pytest.skip("the native kernels are not built")
+    config = EngineConfig(model=checkpoints.target, kv_memory="1MiB", **more)
+    assert expected_bytes(config) == pytest.approx(build_engine(config).memory_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("backend", ["paged", "slotted"])

@@ -47,6 +47,7 @@ BAD: Mapping[str, tuple[ScriptedDrafter | None, list[Any], dict[str, Any], dict[
     "more samples than places": (None, [1], {"n": 4}, {}),
     "priority as text": (None, [1], {}, {"priority": "high"}),
     "salt as a number": (None, [1], {}, {"cache_salt": 7}),
+    "salt with a zero": (None, [1], {}, {"cache_salt": "s\0long"}),
     "client as text": (None, [1], {}, {"client": "somebody"}),
     "constrained search": (None, [1], {"beam_width": 2}, {"constraint": object}),
     "unknown verifier": (CHAINS, [1], {"speculation": {"verification": "macht"}}, {}),

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from speculant.engine import AsyncEngine
-from speculant.errors import ModelError
+from speculant.errors import ConfigError, ModelError
 from speculant.metrics import EngineMetrics
-from speculant.serving import ApiError, LoadedModels, ServedModel
+from speculant.serving import ApiError, LoadedModels, ModelSource, ServedModel, check_sizes
 
 
 class FakeEngine:
     """An engine that takes 10 bytes."""
 
     memory_bytes = 10
-    is_alive = True
     metrics = EngineMetrics()
     limits = SimpleNamespace(max_num_seqs=4, max_waiting=4, max_model_len=64)
+
+    def __init__(self, is_alive: bool = True) -> None:
+        self.is_alive, self.is_there = is_alive, True
 
     def guard_forms(self) -> None:
         pass
@@ -30,13 +34,14 @@ class FakeEngine:
     async def shutdown(self, drain: bool) -> None:
         self.is_alive = False
         await asyncio.sleep(0.01)
+        self.is_there = False
 
 
 class House:
     """Models called a, b and c in the room of `memory` bytes. loads: the names of those that were loaded, in order."""
 
     def __init__(self, memory: int, expected: int = 10) -> None:
-        self.loads, self.errors = list[str](), list[Exception]()
+        self.loads, self.errors, self.engines, self.dead = list[str](), list[Exception](), list[FakeEngine](), 0
         self.models = {name: self._model(name, expected) for name in "abc"}
         self.room = LoadedModels([*self.models.values()], memory)
 
@@ -45,13 +50,20 @@ class House:
             if self.errors:
                 raise self.errors.pop()
             self.loads.append(name)
-            return cast(AsyncEngine, FakeEngine())
+            self.dead -= 1
+            self.engines.append(FakeEngine(is_alive=self.dead < 0))
+            return cast(AsyncEngine, self.engines[-1])
 
         return ServedModel(load, (name,), (), "own", lambda: expected)
 
     @property
     def loaded(self) -> str:
         return "".join(name for name, model in self.models.items() if model.loaded is not None)
+
+    @property
+    def taken(self) -> int:
+        """The bytes of all engines that are not ended."""
+        return sum(each.memory_bytes for each in self.engines if each.is_there)
 
     async def hold(self, name: str) -> None:
         await asyncio.wait_for(self.room.hold(self.models[name]), 10)
@@ -71,11 +83,12 @@ class House:
             await asyncio.sleep(0)
 
 
-def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """Run a test in an event loop."""
 
-    def run() -> None:
-        asyncio.run(test())
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        asyncio.run(test(**fixtures))
 
     return run
 
@@ -168,11 +181,14 @@ async def test_a_model_stays_if_nobody_waits_for_the_other_any_more() -> None:
 
 
 @in_loop
-async def test_an_error_is_told_and_the_next_request_tries_again() -> None:
+async def test_an_error_is_told_and_the_next_request_tries_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Without paths of the server."""
     house = House(15)
-    house.errors.append(ModelError("there is no config.json", "name another folder."))
+    house.errors.append(ModelError("there is no config.json in /secret/path", "name another folder."))
     results = await asyncio.gather(*(house.serve("a") for _ in range(3)), return_exceptions=True)
-    assert all(isinstance(each, ApiError) and "config.json" in each.message for each in results)
+    texts = {each.message for each in results if isinstance(each, ApiError)}
+    assert texts == {"The model 'a' could not be loaded. The server's log has the reason."}
+    assert "a can't be loaded: there is no config.json" in caplog.text
     assert house.models["a"].state == "failed"
     house.errors.append(OSError("/secret/path"))
     with pytest.raises(ApiError) as caught:
@@ -187,7 +203,8 @@ async def test_nothing_is_put_away_for_a_model_that_does_not_fit() -> None:
     house = House(10)
     await house.serve("a")
     house.models["b"].expected_bytes = lambda: 11
-    with pytest.raises(ApiError, match="raise --memory"):
+    says = "could not be loaded. It takes 11 B, and all models may take 10 B. Fix: raise --memory"
+    with pytest.raises(ApiError, match=says):
         await house.serve("b")
     assert (house.loads, house.loaded) == (["a"], "a")
 
@@ -244,17 +261,57 @@ async def test_a_request_that_ends_with_the_load_holds_nothing() -> None:
 
 
 @in_loop
+async def test_a_larger_engine_than_expected_is_not_kept_waiting() -> None:
+    house = House(15, expected=1)
+    async with house.held("a"):
+        waiting = asyncio.create_task(house.serve("b"))
+        await until_leaving(house, "a")
+        assert (house.loads, house.models["b"].bytes, house.taken) == (["a", "b"], 10, 10)
+        waiting.cancel()
+        while house.models["b"].loading is not None:
+            await asyncio.sleep(0)
+        late = asyncio.create_task(house.serve("b"))  # now its size is known
+        await until_leaving(house, "a")
+        assert house.loads == ["a", "b"]
+    await late
+    assert (house.loads, house.loaded) == (["a", "b", "b"], "b")
+
+
+@in_loop
 async def test_a_request_is_served_that_comes_while_its_engine_ends() -> None:
     """The engine was too large to stay beside a busy one, and nobody waited for it any more."""
     house = House(15, expected=1)
     async with house.held("a"):
         waiting = asyncio.create_task(house.serve("b"))
-        await until_leaving(house, "a")
-        waiting.cancel()
-        while house.room._leaving is not None:
+        while house.loads != ["a", "b"] or house.engines[-1].is_alive:
             await asyncio.sleep(0)
-        assert house.models["b"].loading is not None, "its engine is not being ended"
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        assert house.engines[-1].is_there, "its engine is not being ended"
         late = asyncio.create_task(house.serve("b"))
         await until_leaving(house, "a")
     await late
     assert (house.loads, house.loaded) == (["a", "b", "b"], "b")
+
+
+@in_loop
+async def test_an_engine_that_dies_at_once_is_replaced() -> None:
+    house = House(15)
+    house.dead = 1
+    await house.serve("a")
+    assert house.loads == ["a", "a"]
+
+
+def test_the_largest_model_is_refused_at_the_start() -> None:
+    """The error names the memory with which it fits, where its keys and values have a share of it."""
+
+    def broken() -> int:
+        raise ModelError("there is no config.json", "name another folder.")
+
+    sizes: dict[str, Callable[[], int]] = {"a": lambda: 100, "b": lambda: 3 * 2**20, "c": broken}
+    sources = [ModelSource((name,), lambda: cast(AsyncEngine, FakeEngine()), size) for name, size in sizes.items()]
+    check_sizes(sources, 3 * 2**20, 0.0)
+    with pytest.raises(ConfigError, match="^b: it takes 3 MiB, and all models may take 2 KiB\n.*--memory to 3 MiB, or"):
+        check_sizes(sources, 2**11 + 1, 0.0)
+    with pytest.raises(ConfigError, match="--memory to 4 MiB, or"):  # a quarter of 2 MiB is for keys and values
+        check_sizes([replace(sources[1], expected_bytes=lambda: 7 * 2**19)], 2 * 2**20, 0.25)

@@ -165,7 +165,7 @@ class RoundsWeights(Protocol):
 
 @runtime_checkable
 class TimesWeights(Backend, Protocol):
-    """A backend that estimates how long a pass takes before the model is loaded."""
+    """A backend that estimates the time and the memory of a pass before the model is loaded."""
 
     def row_seconds(
         self,
@@ -175,6 +175,10 @@ class TimesWeights(Backend, Protocol):
         quantizations: Sequence[str | None],
     ) -> list[float]:
         """Estimate the seconds of a pass of one row with weights in each of some types; None = as they are."""
+        ...
+
+    def scratch_bytes(self, config: DecoderConfig, rows: int, positions: int) -> int:
+        """Estimate `KnowsSizes.scratch_bytes` of a model."""
         ...
 
 

@@ -25,7 +25,9 @@ from speculant.models.backends.base import (
 )
 from speculant.models.description import DecoderConfig
 from speculant.models.native.decoder import NativeDecoder
+from speculant.models.native.program import scratch_bytes
 from speculant.models.native.speeds import fastest_packing, row_seconds
+from speculant.models.sizes import activations
 from speculant.models.weights.cache import WeightCache, WeightStore
 from speculant.models.weights.reader import DRAFT_ROUNDINGS, ROUNDINGS, Rounding
 from speculant.models.weights.source import QuantizedBlocks, WeightSource
@@ -90,6 +92,10 @@ class NativeBackend(PacksWeights, RoundsWeights, TimesWeights, StoresWeights):
         """Speeds of types are measured the first time."""
         roundings = [None if each is None else self.roundings[each] for each in quantizations]
         return row_seconds(self._built, config, weights, dtype, roundings)
+
+    @override
+    def scratch_bytes(self, config: DecoderConfig, rows: int, positions: int) -> int:
+        return scratch_bytes(config, activations(config), self._built.threads, rows, positions)
 
     @override
     def with_packing(self, packing: Packing) -> NativeBackend:

@@ -400,7 +400,7 @@ class NativeDecoder(BackendModel, HeadHost):
 
     @override
     def scratch_bytes(self, rows: int, positions: int) -> int:
-        return scratch_bytes(self.packed, self.kernels.threads, rows, positions)
+        return scratch_bytes(self.packed.config, self.packed.activations, self.kernels.threads, rows, positions)
 
     @property
     def program(self) -> Program:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from speculant.cache import MOST_PENDING, by_length
 from speculant.kernels import MOST_BYTES, Activation, Bounds, Code, Flag, Kernels, Op, Pass, Type, Weight
-from speculant.models.description import Attention, State
+from speculant.models.description import Attention, DecoderConfig, State
 from speculant.models.heads import Linears
 from speculant.models.native.packed import (
     PackedAttention,
@@ -396,9 +396,11 @@ TILE, SPAN, MOST_BLOCK_REALS, LANES = 64, 512, 2**14, 16  # of csrc/attention.h;
 CONVOLVED = 2**10  # of csrc/states.h
 
 
-def scratch_bytes(packed: PackedDecoder, threads: int, rows: int, positions: int) -> int:
-    """Return the most bytes that passes of `rows` rows keep, over sequences of up to `positions` positions."""
-    config, widths = packed.config, packed.activations
+def scratch_bytes(config: DecoderConfig, widths: Mapping[str, int], threads: int, rows: int, positions: int) -> int:
+    """Return the most bytes that passes of `rows` rows keep, over sequences of up to `positions` positions.
+
+    widths: of the arrays that a pass fills for a row.
+    """
     widest = max(widths.get(name, 0) for name in READ)
     per_row = sum(widths.values()) + GROWTH * widest
     tables = 1 if config.restart_at is None else 2

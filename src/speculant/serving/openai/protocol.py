@@ -334,7 +334,7 @@ class TokenizeBody(ConversationBody):
 
 
 class PrefillBody(ConversationBody):
-    """A body of /v1/prefill: the fields of a chat's prompt, or those of a completion's. Settings have no effect.
+    """A body of /v1/prefill: that of a chat or a completion, whose settings have no effect.
 
     wait: the answer comes once the prompt is read.
     """
@@ -342,7 +342,20 @@ class PrefillBody(ConversationBody):
     aliases = MappingProxyType({"prompt": ("prompt", "messages")})
 
     prompt: str | Texts | Tokens | TokenLists | Object | Objects | None = None
+    suffix: str | None = None
     cache_salt: str | None = None
+    wait: bool | None = None
+
+
+class PrefilledChat(ChatBody):
+    """A chat whose prompt is read alone."""
+
+    wait: bool | None = None
+
+
+class PrefilledCompletion(CompletionBody):
+    """A completion whose prompts are read alone."""
+
     wait: bool | None = None
 
 

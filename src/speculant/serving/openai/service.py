@@ -38,6 +38,8 @@ from speculant.serving.openai.protocol import (
     DetokenizeBody,
     GeneratingBody,
     PrefillBody,
+    PrefilledChat,
+    PrefilledCompletion,
     TokenizeBody,
     check_kind,
     read_body,
@@ -457,59 +459,58 @@ class Routes:
 
     async def completions(self, request: Request) -> Response:
         """Complete one prompt or several."""
-        service = self._service
-        body = await service.read(CompletionBody, request)
-        model = await service.use(request, body.model)
-        engine = model.engine
+        body = await self._service.read(CompletionBody, request)
+        model = await self._service.use(request, body.model)
+        return await self._service.answer(model, request, await self._completion(model, request, body))
+
+    async def _completion(self, model: ServedModel, request: Request, body: CompletionBody) -> Job:
+        service, engine = self._service, model.engine
         prompts, count = service.prompts(request), count_prompts(body, service.options)
         params = await service.apart(request, lambda: completion_params(engine, body))
         call, echo = service.call(model, body, params, count), bool(body.echo)
         answer = CompletionAnswer(call, count, echo, answers=body.max_tokens != 0)
-        return await service.answer(model, request, Job(body, lambda: prompts.of_completion(engine, body), answer))
+        return Job(body, lambda: prompts.of_completion(engine, body), answer)
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
+        body = await self._service.read(ChatBody, request)
+        model = await self._service.use(request, body.model)
+        return await self._service.answer(model, request, await self._chat(model, request, body))
+
+    async def _chat(self, model: ServedModel, request: Request, body: ChatBody) -> Job:
         service = self._service
-        body = await service.read(ChatBody, request)
-        model = await service.use(request, body.model)
         chat = await service.chat(model, request, lambda: body)
         answer = ChatAnswer(chat.call, chat.make_reader, finish_reason_of_calls(chat.body))
 
         async def prompts() -> list[Prompt]:
             return [await service.prompts(request).of_chat(model.engine, chat.body)]
 
-        return await service.answer(model, request, Job(chat.body, prompts, answer))
+        return Job(chat.body, prompts, answer)
 
     async def prefill(self, request: Request) -> Response:
         """Have the prompt of a chat or a completion read while nothing else runs, so that a later request finds it."""
-        body = with_allowed_tools(await self._service.read(PrefillBody, request))
-        model = await self._service.use(request, body.model)
-        begun = await self._prepare(request, model.engine, body)
+        service = self._service
+        body = await service.read(PrefillBody, request)
+        if (body.prompt is None) == (body.messages is None):
+            raise refusal("Send either prompt or messages.", "prompt")
+        if body.prompt is None:
+            chat = await service.read(PrefilledChat, request)
+            model = await service.use(request, body.model)
+            job = await self._chat(model, request, chat)
+        else:
+            completion = await service.read(PrefilledCompletion, request)
+            model = await service.use(request, body.model)
+            job = await self._completion(model, request, completion)
+        made = await while_connected(request.receive, job.make_prompts())
+        salt, client = salt_of(request.scope, body.cache_salt), service.client(request)
+        begun = [await model.engine.prefill(prompt.given, cache_salt=salt, client=client) for prompt in made]
         known = [each.cached for each in begun]
         if body.wait:
-            known = await self._service.until_read(request, begun)
+            known = await service.until_read(request, begun)
         sizes = {"prompt_tokens": sum(each.num_tokens for each in begun), "cached_tokens": sum(known)}
         return json_response(
             {"object": "prefill", "model": body.model or model.names[0], **sizes}, 200 if body.wait else 202
         )
-
-    async def _prepare(self, request: Request, engine: AsyncEngine, body: PrefillBody) -> list[Preparation]:
-        service = self._service
-        if (body.prompt is None) == (body.messages is None):
-            raise refusal("Send either prompt or messages.", "prompt")
-        prompts = service.prompts(request)
-        if body.prompt is None:
-            engine.check_chats()
-            made = [await while_connected(request.receive, prompts.of_chat(engine, body))]
-        else:
-            given = {
-                name: getattr(body, name) for name in PrefillBody.model_fields.keys() & CompletionBody.model_fields
-            }
-            completion = CompletionBody.model_construct(**given)
-            count_prompts(completion, service.options)
-            made = await while_connected(request.receive, prompts.of_completion(engine, completion))
-        salt, client = salt_of(request.scope, body.cache_salt), service.client(request)
-        return [await engine.prefill(prompt.given, cache_salt=salt, client=client) for prompt in made]
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a prompt or of messages."""
