@@ -356,7 +356,7 @@ def in_a_child(work: Callable[[], object]) -> int:
     return child
 
 
-MOMENTS = [0, 1, 7, "fsync", "replace", "delete_oldest"]
+MOMENTS = [0, 1, 7, "fsync", "replace", "oldest"]
 
 
 @pytest.mark.parametrize(
@@ -379,8 +379,8 @@ def test_writer_that_is_killed_leaves_nothing_wrong(
             )
         _, status = os.waitpid(in_a_child(lambda: cache.keep(facts, weights)), 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    assert len([*folder.glob("*" + TEMPORARY)]) == (moment != "delete_oldest")
-    check(source, folder, expected, MAPPED if moment == "delete_oldest" else KEPT, MAPPED)
+    assert len([*folder.glob("*" + TEMPORARY)]) == (moment != "oldest")
+    check(source, folder, expected, MAPPED if moment == "oldest" else KEPT, MAPPED)
     assert len([*folder.iterdir()]) == 1
 
 
