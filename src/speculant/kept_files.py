@@ -108,7 +108,7 @@ def replacing(path: Path, lasting: bool = True) -> Iterator[BinaryIO]:
 def remove_abandoned(folder: Path) -> None:
     """Delete the temporary files of processes that died."""
     for path in folder.glob("*" + TEMPORARY):
-        with suppress(OSError, UnusableFileError), open_kept(path) as file:
+        with suppress(OSError, UnusableFileError), open_kept(path, of_anyone=True) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the writer is alive
             path.unlink()
 
