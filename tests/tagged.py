@@ -73,15 +73,19 @@ def write_tagged(
 
 
 def write(
-    constraint: Any, tokenizer: Tokenizer, rng: random.Random, choose: Callable[[list[int]], int] | None = None
+    constraint: Any,
+    tokenizer: Tokenizer,
+    rng: random.Random,
+    choose: Callable[[list[int]], int] | None = None,
+    most: int = 400,
 ) -> list[int]:
-    """Return the tokens of a random text of a form, in which forced tokens are the only ones allowed.
+    """Return up to `most` tokens of a random text of a form, in which forced tokens are the only ones allowed.
 
     choose: picks one of the allowed tokens; None = any.
     """
     written: list[int] = []
     end, size = tokenizer.eos_id, tokenizer.vocab_size
-    while not constraint.is_done and len(written) < 400:
+    while not constraint.is_done and len(written) < most:
         forced = constraint.forced()
         for place, token in enumerate(forced):
             assert allowed(constraint.mask(forced[:place]), size) == [token]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from typing import Any
@@ -93,10 +94,10 @@ def sampled(tokenizer: Tokenizer, body: ChatBody, rng: random.Random, most: int)
     assert params.structured_outputs is not None
     constraint = Grammars(tokenizer, ()).compile(params.structured_outputs).result().constrain()
     ends = [tokenizer.backend.token_to_id(tag) for tag in ("<|end|>", "</arg_value>", '<|"|>')]  # of free text
-    quote, *others = (tokenizer.encode(character)[0] for character in '"</}]),:0')
+    quote, *others = (tokenizer.encode(character)[0] for character in '"</}]),:\n0')
     typed = CLOSINGS.get(tokenizer.chat_template or "", ())
     closing = [tokenizer.backend.token_to_id(piece) or tokenizer.encode(piece)[0] for piece in typed]
-    left = [most]
+    left, shown = [most], functools.cache(lambda token: tokenizer.decode([token], skip_special_tokens=False))
 
     def choose(allowed: list[int]) -> int:
         left[0] -= 1
@@ -106,10 +107,13 @@ def sampled(tokenizer: Tokenizer, body: ChatBody, rng: random.Random, most: int)
         if within_text and closing:
             token = closing[-min(left[0], 0) % len(closing)]
             return token if token in allowed else rng.choice(allowed)
-        order = (*ends, quote, *others) if within_text else (tokenizer.eos_id, *ends, *others, quote)
+        tags = [] if within_text else [each for each in allowed if shown(each).startswith("</")]
+        order = (*ends, quote, *others) if within_text else (tokenizer.eos_id, *ends, *tags, *others, quote)
         return next((token for token in order if token in allowed), None) or rng.choice(allowed)
 
-    return tokenizer.decode(write(constraint, tokenizer, rng, choose), skip_special_tokens=params.skip_special_tokens)
+    written = write(constraint, tokenizer, rng, choose, most=2000)
+    assert len(written) < 2000, "the text does not end"
+    return tokenizer.decode(written, skip_special_tokens=params.skip_special_tokens)
 
 
 @pytest.mark.covering(1)
