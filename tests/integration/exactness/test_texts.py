@@ -197,7 +197,7 @@ def test_stop_strings_end_texts(checkpoints: Checkpoints) -> None:
     runtime = engine(checkpoints.target, checkpoints.near)
     letters: Sequence[str] = [chr(code) for code in range(65, 123)]
     texts = complete(runtime, PROMPTS, [SamplingParams(max_tokens=200, stop=letters, ignore_eos=True)] * 3)
-    assert all(text.finish_reason == "stop" for text in texts)
+    assert all(text.ending is not None and text.ending.reason == "stop" for text in texts)
 
 
 def test_an_error_of_a_text_is_raised(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
