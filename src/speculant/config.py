@@ -310,7 +310,8 @@ def read_folder(name: str, value: object) -> Path:
         raise ConfigError(f"{name}={str(value)!r}: no user of this name is known", "write the whole path.") from error
     there = next((each for each in (path, *path.parents) if os.path.exists(each)), path)
     if not str(value) or not there.is_dir():
-        raise ConfigError(f"{name}={str(value)!r} is no folder, as {there} is none", "name another.")
+        reason = f"{there} is a file" if str(value) else "the name is empty"
+        raise ConfigError(f"{name}={str(value)!r} is no folder: {reason}", "name another.")
     return path
 
 

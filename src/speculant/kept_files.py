@@ -48,7 +48,7 @@ def delete(entries: Iterable[KeptFile]) -> list[KeptFile]:
 
 
 def oldest(entries: Iterable[KeptFile], limit: int) -> list[KeptFile]:
-    """Return the files that were used longest ago, so many that all others have at most `limit` bytes."""
+    """Return the files to delete, the least recently used ones, so that at most `limit` bytes stay."""
     files, chosen = sorted(entries, key=lambda entry: entry.used), list[KeptFile]()
     over = sum(entry.size for entry in files) - limit
     for entry in files:

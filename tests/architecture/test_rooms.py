@@ -14,7 +14,7 @@ INNER_IMPORTS = 138  # of names that two files of a room have, of names that are
 # Lines and files. A commit that adds a feature may raise those of its room.
 BUDGETS: dict[str, tuple[int, int]] = {
     "cache": (2325, 8),
-    "cli": (3729, 13),
+    "cli": (3732, 13),
     "drafting": (7780, 44),
     "engine": (6410, 23),
     "kernels": (1790, 8),

@@ -164,7 +164,10 @@ def forget(
 def _read(
     entries: Iterable[KeptFile], read: Callable[[KeptFile], Any], unread: dict[str, str]
 ) -> Iterator[tuple[KeptFile, Any]]:
-    """Yield what is read of each file that still exists; the reasons why some can't be read are added to `unread`."""
+    """Yield each file that still exists, with what `read` returns for it.
+
+    A file that can't be read is added to `unread`, with the reason.
+    """
     for entry in entries:
         try:
             yield entry, read(entry)

@@ -102,7 +102,7 @@ class ServerFlags(FlagGroup):
     client_header: Annotated[str, "Header in which a trusted proxy names its users, such as X-OpenWebUI-User-Id."]
     turns_ahead: Annotated[bool, "Read the certain beginning of a chat's next prompt while nothing runs."]
     priority_range: Annotated[str, "LOW:HIGH, the priorities that requests may have [default: they have no effect]."]
-    memory: Annotated[str, "Memory for all loaded models, where several are served [default: half of what is free]."]
+    memory: Annotated[str, "Memory that the loaded models share, if there are several [default: half of what is free]."]
 
     aliases: ClassVar[Mapping[str, str]] = {  # vLLM's names
         "otlp_endpoint": "--otlp-traces-endpoint",

@@ -91,7 +91,7 @@ class LearnedFiles:
 
     @staticmethod
     def verify(path: Path) -> str:
-        """Return what is wrong with a file; "" = nothing. Raises OSError if it can't be read."""
+        """Return the fault of a file; "" = it is sound. Raises OSError if it can't be read."""
         try:
             _read(path, of_anyone=True)
         except UnusableFileError as error:
